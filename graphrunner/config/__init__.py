@@ -1,0 +1,3 @@
+"""Owns: frozen dataclasses of settings, one a section; the only reader of the environment.
+May import: core.
+Must not contain: torch, policy, anything resolved later than start-up."""

@@ -1,0 +1,22 @@
+"""The only reader of the environment."""
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where compiled artefacts and tuned tables are kept: GRAPHRUNNER_CACHE, else the user's cache folder."""
+    own = os.environ.get("GRAPHRUNNER_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphrunner"
+
+
+def is_offline() -> bool:
+    """Whether the user told the hub client to stay off the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+
+
+def log_level() -> str:
+    """GRAPHRUNNER_LOG: debug, info, warning (default) or error."""
+    return os.environ.get("GRAPHRUNNER_LOG", "warning").lower()

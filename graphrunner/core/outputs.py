@@ -1,0 +1,162 @@
+"""What comes out: of a forward, of a step, of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from graphrunner.core.graph_miss import GraphMiss
+from graphrunner.core.request import FinishReason
+from graphrunner.core.shape_key import ForwardMode, ShapeKey
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What one forward returns, cut to the real rows by `execute`.
+
+    Attributes:
+        logits: fp32 or model dtype [num_reqs, vocab_size], device; one row a request (its last query token); under
+            `needs_all_logits` [num_tokens, vocab_size].
+        token_ids: int32 [num_reqs], device; when sampling was part of the forward.
+        hidden_states: model dtype [num_tokens, hidden_size], device; when the variant is HIDDEN.
+
+    Aliasing: tensors of a graph runner live in graph memory until that runner's next `execute`.
+    """
+
+    logits: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of one position.
+
+    Attributes:
+        token_id: the token that stands there.
+        logprob: its natural-log probability under the raw logits.
+        rank: 1 for the likeliest.
+        top: the likeliest tokens, best first: (token_id, logprob).
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class TokenHandle(Protocol):
+    """Sampled tokens that may still be on their way to the host."""
+
+    def wait(self) -> list[int]:
+        """Block until the copy is in; one id a sampled row, in batch order. Sync: waits for the step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBatchResult:
+    """One finished (or launched) step.
+
+    Attributes:
+        tokens: one id for each request of the batch whose `samples` is True, in batch order.
+        can_run_cuda_graph: whether a recorded graph ran (of any device: the field's established name).
+        runner: the name of the runner that took the step.
+        key: the shape it ran at; exact size for eager.
+        miss_reason: why no graph ran; None when one did.
+        logprobs: per request, the sampled token's logprobs; None where not asked.
+        prompt_logprobs: per request, (first position, entries) for the prompt tokens computed in this step.
+        pooled: per request, hidden state rows for embedding requests.
+    """
+
+    tokens: TokenHandle
+    can_run_cuda_graph: bool
+    runner: str
+    key: ShapeKey
+    miss_reason: GraphMiss | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]] | None, ...] = ()
+    pooled: tuple[tuple[float, ...] | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of the engine's own account: which graph ran, and why not."""
+
+    step_id: int
+    mode: ForwardMode
+    runner: str
+    key: ShapeKey
+    num_reqs: int
+    num_tokens: int
+    is_graph: bool
+    miss_reason: GraphMiss | None
+    start_s: float
+    duration_ms: float
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens computed for nobody."""
+        return self.key.num_tokens - self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step adds to one request; plain data, ready to cross a process border.
+
+    Attributes:
+        new_token_ids: tokens to append; may be empty when the request only ends.
+        logprobs: one entry a new token when asked for.
+        prompt_logprobs: entries of newly computed prompt positions, from position `prompt_logprobs_start`.
+        finish_reason, stop_reason: set on the last output of the request.
+        pooled: the embedding, for pooling requests.
+        error: what went wrong, when finish_reason is ERROR.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs_start: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    pooled: tuple[float, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One entry of the user-facing logprobs, named as in vLLM."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` outputs of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and everything generated for it so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

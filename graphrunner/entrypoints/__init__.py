@@ -1,0 +1,3 @@
+"""Owns: LLM (offline), the CLI, the OpenAI server.
+May import: everything.
+Must not contain: device work, scheduling."""

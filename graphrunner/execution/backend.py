@@ -1,0 +1,82 @@
+"""HOW a forward is recorded and replayed: the surface every execution backend has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.shape_key import ShapeKey
+
+if TYPE_CHECKING:
+    from graphrunner.device.device import Stream
+
+Forward = Callable[[], ModelOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStats:
+    """What recording one key cost.
+
+    Attributes:
+        num_nodes: kernels in the recording; 0 where the backend cannot tell.
+        capture_ms: wall time, warm-ups included.
+        memory_bytes: device memory that this key added.
+        is_cached: whether a compiled artefact from disk was used.
+    """
+
+    num_nodes: int
+    capture_ms: float
+    memory_bytes: int
+    is_cached: bool = False
+
+
+class ExecutionBackend(ABC):
+    """Records closures and replays them by key.
+
+    A backend is handed a closure over static views, so it knows neither its runner nor the model. Call order:
+    one `capture_session` around any number of `capture_one`; later, any number of `replay` inside one
+    `replay_session`; `close` last. Lazily captured keys open a new session between steps.
+    """
+
+    name: str
+
+    @abstractmethod
+    def capture_session(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+        """Everything that must be true while recording (stream, pool, garbage collection frozen)."""
+
+    @abstractmethod
+    def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
+        """Record `forward` under `key`: two warm-up calls, then the recording.
+
+        Args:
+            key: shape being recorded; recording it again replaces the old one.
+            forward: closure over static views; returns outputs that stay at one address.
+            reset: undoes what a warm-up changed in state that must start clean.
+
+        Raises:
+            CaptureError: names the key and the first cause; the key stays unrecorded, memory is given back.
+        """
+
+    @abstractmethod
+    def can_run(self, key: ShapeKey) -> bool:
+        """Whether `key` is recorded. Host only."""
+
+    @abstractmethod
+    def replay_session(self) -> AbstractContextManager[None]:
+        """Everything that must be true while replaying."""
+
+    @abstractmethod
+    def replay(self, key: ShapeKey) -> ModelOutput:
+        """Run the recording of `key` on whatever the static views hold now.
+
+        Aliasing: the returned tensors are overwritten by the next replay of any key of the same pool.
+        Sync: none.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything recorded. Idempotent."""

@@ -1,0 +1,129 @@
+"""One step, one page: schedule, forward, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphrunner.core.outputs import EngineOutput, GenerationBatchResult, StepRecord
+from graphrunner.core.request import FinishReason, Request
+from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.engine.model_runner import ModelRunner
+from graphrunner.scheduler.scheduler import RequestUpdate, Scheduler
+from graphrunner.telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step whose tokens may still be on their way."""
+
+    scheduled: ScheduledBatch
+    result: GenerationBatchResult
+    start_s: float
+
+
+class EngineCore:
+    """The loop's body. Requests in, `EngineOutput`s out; no text, no HTTP.
+
+    Args:
+        scheduler: decides each step.
+        model_runner: runs it.
+        is_overlapped: launch step n + 1 before the tokens of step n are read.
+        on_step: called with every finished step's record.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model_runner: ModelRunner,
+        *,
+        is_overlapped: bool = False,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.model_runner = model_runner
+        self._is_overlapped = is_overlapped
+        self._on_step = on_step
+        self._in_flight: PendingStep | None = None
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError when it can never be served."""
+        self.scheduler.add(request)
+
+    def finish_request(self, request_id: str, reason: FinishReason) -> bool:
+        """End a request from outside (abort, stop string); whether it was live."""
+        return self.scheduler.finish(request_id, reason)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step has something to do."""
+        return self._in_flight is not None or self.scheduler.has_unfinished_requests()
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step and return what it adds to each request.
+
+        With overlap the returned outputs are those of the step before, while the new one runs.
+        """
+        launched = self.launch()
+        if not self._is_overlapped:
+            return self.resolve(launched) if launched else []
+        finished, self._in_flight = self._in_flight, launched
+        return self.resolve(finished) if finished else []
+
+    def launch(self) -> PendingStep | None:
+        """Schedule and start one step; None when there is nothing to compute."""
+        start_s = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return None
+        return PendingStep(scheduled, self.model_runner.forward(scheduled), start_s)
+
+    def resolve(self, pending: PendingStep) -> list[EngineOutput]:
+        """Wait for a step's tokens and hand them out. Sync: waits for the step."""
+        scheduled, result = pending.scheduled, pending.result
+        updates = self.scheduler.update(scheduled, result.tokens.wait())
+        self._on_step(_record(pending))
+        return [_output(update, result, index) for index, update in enumerate(updates) if update is not None]
+
+    def fail_running(self, cause: BaseException) -> list[EngineOutput]:
+        """End every running request with an error after a step broke; the pool is whole afterwards."""
+        log.error("a step failed and its requests end with an error", exc_info=cause)
+        self._in_flight = None
+        text = f"{type(cause).__name__}: {cause}"
+        failed = self.scheduler.finish_running(FinishReason.ERROR)
+        return [EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=text) for request_id in failed]
+
+
+def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) -> EngineOutput:
+    """Join what the scheduler kept of a request's tokens with what the forward said about them."""
+    logprobs = result.logprobs[index] if result.logprobs else None
+    prompt_logprobs = result.prompt_logprobs[index] if result.prompt_logprobs else None
+    return EngineOutput(
+        request_id=update.request_id,
+        new_token_ids=update.new_token_ids,
+        logprobs=(logprobs,) if logprobs is not None and update.new_token_ids else None,
+        prompt_logprobs=prompt_logprobs[1] if prompt_logprobs else None,
+        prompt_logprobs_start=prompt_logprobs[0] if prompt_logprobs else 0,
+        finish_reason=update.finish_reason,
+        stop_reason=update.stop_reason,
+        num_cached_tokens=update.num_cached_tokens,
+        pooled=result.pooled[index] if result.pooled else None,
+    )
+
+
+def _record(pending: PendingStep) -> StepRecord:
+    scheduled, result = pending.scheduled, pending.result
+    return StepRecord(
+        step_id=scheduled.step_id,
+        mode=scheduled.mode,
+        runner=result.runner,
+        key=result.key,
+        num_reqs=scheduled.num_reqs,
+        num_tokens=scheduled.num_tokens,
+        is_graph=result.can_run_cuda_graph,
+        miss_reason=result.miss_reason,
+        start_s=pending.start_s,
+        duration_ms=(time.perf_counter() - pending.start_s) * 1e3,
+    )

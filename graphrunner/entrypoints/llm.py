@@ -1,0 +1,168 @@
+"""`LLM`: offline generation, in the names people know from vLLM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from graphrunner.config.options import engine_config_from_options
+from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.outputs import RequestOutput, StepRecord
+from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.engine.build import build_engine
+from graphrunner.engine.llm_engine import Prompt
+from graphrunner.engine.output_processor import RequestOutputKind
+from graphrunner.runner.graph_account import GraphReport
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    Args:
+        model: hub id, folder of safetensors, or GGUF file; None is the embedded SmolLM2-135M-Instruct.
+        options: any field of `graphrunner.config.engine_config` by its name (dtype, max_model_len, max_num_seqs,
+            page_size or block_size, seed, gpu_memory_utilization, enable_prefix_caching, load_format, ...).
+
+    Raises:
+        ConfigError, ModelLoadError: one line that names the setting or the file.
+    """
+
+    def __init__(self, model: str | None = None, **options: object) -> None:
+        self.engine = build_engine(engine_config_from_options({"model": model, **options}))
+        self._ids = (f"request-{number}" for number in itertools.count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt, batched continuously, and return in the order given.
+
+        Args:
+            prompts: text or {"prompt_token_ids": [...]}, one or a list.
+            sampling_params: one for all, or one each; None is the defaults.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters; no request of the call has run then.
+        """
+        batch = _as_list(prompts)
+        params = _one_each(sampling_params, len(batch))
+        request_ids = [next(self._ids) for _ in batch]
+        try:
+            for request_id, prompt, each in zip(request_ids, batch, params, strict=True):
+                self.engine.add_request(request_id, prompt, each, output_kind=RequestOutputKind.FINAL_ONLY)
+            finished = {output.request_id: output for output in self._drain(len(batch), use_tqdm)}
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next turn of one conversation or of several; see `generate`."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(each, add_generation_prompt, tools) for each in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield what each step adds; closing the iterator early aborts the request."""
+        request_id = next(self._ids)
+        self.engine.add_request(request_id, prompt, sampling_params, output_kind=RequestOutputKind.DELTA)
+        is_finished = False
+        try:
+            while not is_finished:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        is_finished = output.finished
+                        yield output
+        finally:
+            if not is_finished:
+                self.engine.abort_request(request_id)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> dict[str, list[int]]:
+        """The token ids of a conversation under the model's own chat template."""
+        if self.engine.tokenizer is None:
+            raise InvalidRequestError("messages", len(messages), "the engine has no tokenizer")
+        ids = self.engine.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
+        return {"prompt_token_ids": ids}
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request; whether it was live."""
+        return self.engine.abort_request(request_id)
+
+    def get_tokenizer(self) -> object:
+        """The tokenizer, or None."""
+        return self.engine.tokenizer
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The last steps: runner, key, padding, and why no graph ran."""
+        return self.engine.step_trace.records
+
+    def graph_report(self) -> GraphReport:
+        """Per runner and key: capture time, memory, replays, padding; and the misses by reason."""
+        return self.engine.core.model_runner.graph_report()
+
+    def close(self) -> None:
+        """Give memory back. Idempotent; the object is of no use afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _drain(self, num_requests: int, is_shown: bool) -> Iterator[RequestOutput]:
+        """Step until everything admitted has ended, under a progress bar."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, disable=not is_shown, transient=True) as progress:
+            task = progress.add_task("generating", total=num_requests)
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        progress.advance(task)
+                        yield output
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many. A flat list of ints is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError("prompts", prompts, "must be text, token ids, or a list of them")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError("sampling_params", f"{len(params)} given", f"one each is needed for {count} prompts")
+    return list(params)

@@ -40,11 +40,17 @@ class Request:
         output_token_ids: tokens known on the host.
         num_pending_tokens: tokens being sampled by steps whose result is not in yet (overlap).
         cached_len: tokens whose KV exists or is being written by a launched step.
-        pages: KV pages, in order; the first `num_shared_pages` belong to the prefix cache as well.
+        pages: KV pages, in order; the request holds one reference to each, the prefix cache may hold another.
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
         row: its row in the request table while it runs; 0 otherwise.
         stop_reason: the stop string or id that ended it.
         wants_pooling: an embedding request: no token is sampled, hidden states come back.
+        resolved_len: tokens whose KV was written by a step whose result is in; only these may be shared.
+        arrival_index: order of admission.
+        queued_step: step at which it was admitted; its age for the fairness policy.
+        preempted_step: first step scheduled after its latest preemption.
+        decode_until: the `cached_len` at which a decode row needs a page or has reached its end.
+        stop_ids: every id that ends it, the model's own included unless `ignore_eos`.
     """
 
     request_id: str
@@ -66,6 +72,12 @@ class Request:
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     row: int = 0
+    resolved_len: int = 0
+    arrival_index: int = 0
+    queued_step: int = 0
+    preempted_step: int = -1
+    decode_until: int = 0
+    stop_ids: frozenset[int] = frozenset()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,6 +88,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and known output, tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def final_len(self) -> int:
+        """Tokens whose KV it needs at most: the last new token is never fed back."""
+        return len(self.prompt_token_ids) + self.max_new_tokens - 1
 
     @property
     def is_finished(self) -> bool:

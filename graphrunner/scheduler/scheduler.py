@@ -1,0 +1,320 @@
+"""Which requests compute which tokens in the next step, and what a finished step changes.
+
+    batch = scheduler.schedule()            host integers out
+    ... the step runs ...
+    results = scheduler.update(batch, ids)  append, finish, free pages, share prefixes
+
+Under overlap `schedule` is called again before `update` of the step before: it counts what is on the way
+(`Request.num_pending_tokens`) and plans as if it were there. Host only; no torch.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphrunner.config.engine_config import SchedulerConfig
+from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.request import FinishReason, Request, RequestStatus
+from graphrunner.core.scheduled_batch import PageAppend, ScheduledBatch
+from graphrunner.kvcache.page_allocator import PageAllocator
+from graphrunner.kvcache.prefix_cache import PrefixCache
+from graphrunner.scheduler.admission import QueueFullError, capped_max_new_tokens, check_request
+from graphrunner.scheduler.batch_builder import DecodeColumns, PromptChunk, build_batch
+from graphrunner.scheduler.policy import WaitingQueue, by_age
+from graphrunner.scheduler.prompt_planner import PromptPlanner
+from graphrunner.scheduler.running_set import RunningSet
+from graphrunner.scheduler.stop_rules import append_tokens, stop_ids_of
+
+
+class RequestUpdate(NamedTuple):
+    """What a finished step did to one request.
+
+    Attributes:
+        index: its place in the batch; -1 when it ended outside of a step, for want of pages.
+        request: the request; its `output_token_ids` already hold the new tokens.
+        new_token_ids: tokens appended, cut at the one that ended it; empty for a chunk inside a prompt.
+        finish_reason: set when it ended; `Request.stop_reason` says more.
+    """
+
+    index: int
+    request: Request
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counts of this moment, and two that only grow: `num_preemptions` and `num_prefix_hit_tokens`.
+
+    The pages in use are those that a request holds; `num_evictable_pages` are kept by the prefix cache alone.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    num_prefix_hit_tokens: int
+    num_used_pages: int
+    num_free_pages: int
+    num_evictable_pages: int
+
+
+class _Launched(NamedTuple):
+    step_id: int
+    requests: tuple[Request, ...]
+
+
+class Scheduler:
+    """Owns every request from `add` to its end. The fairness policy is stated in `policy`.
+
+    Args:
+        config: `max_num_seqs`, `max_num_batched_tokens`, `max_queue_len` are used here.
+        allocator: the pool.
+        prefix_cache: over the same allocator; `NoPrefixCache` for none.
+        page_size: tokens a page.
+        max_model_len: context limit, tokens; resolved (a model may allow less than the config asks for).
+        max_pages_per_row: columns of the page table.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        prefix_cache: PrefixCache,
+        *,
+        page_size: int,
+        max_model_len: int,
+        max_pages_per_row: int,
+    ) -> None:
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_queue_len = config.max_queue_len
+        self._max_model_len = max_model_len
+        self._pool_len = min(allocator.capacity, max_pages_per_row) * page_size
+        self._allocator = allocator
+        self._prefix_cache = prefix_cache
+        self._requests: dict[str, Request] = {}
+        self._queue = WaitingQueue()
+        self._running = RunningSet(config.max_num_seqs, allocator, prefix_cache, page_size)
+        self._decode = DecodeColumns()
+        self._launched: deque[_Launched] = deque()
+        # A decode row takes a token of every step. With no more requests than tokens, all of them go on in each step
+        # and one token at least is left for whoever still computes its prompt.
+        max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._planner = PromptPlanner(self._queue, self._running, max_num_running)
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live or any launched step is not yet updated."""
+        return bool(self._requests or self._launched)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; lowers its `max_new_tokens` to what the context and the pool leave.
+
+        Raises:
+            InvalidRequestError: it can never be served, or its id is in use.
+            QueueFullError: `max_queue_len` requests wait already.
+        """
+        if request.request_id in self._requests:
+            raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not finished")
+        check_request(request, self._max_model_len, self._pool_len)
+        if self._max_queue_len is not None and len(self._queue) >= self._max_queue_len:
+            raise QueueFullError("max_queue_len", self._max_queue_len, "the queue is full; try again later")
+        request.max_new_tokens = capped_max_new_tokens(request, self._max_model_len, self._pool_len)
+        request.stop_ids = stop_ids_of(request)
+        request.arrival_index = self._num_arrivals
+        request.queued_step = self._num_steps
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._queue.add(request)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step and count it as launched; None when nothing can run before the next `update`.
+
+        Every batch must be answered by `update` (or `discard`), in order.
+        """
+        running = self._running
+        running.grow_decoding()
+        self._requeue_preempted()
+        if running.is_decoding_changed:
+            self._decode = DecodeColumns.of(running.decoding)
+            running.is_decoding_changed = False
+        decode = self._decode
+        chunks: list[PromptChunk] = []
+        if self._queue or running.prefilling:
+            oldest = self._launched[0].step_id if self._launched else self._num_steps
+            chunks = self._planner.plan(self._max_num_batched_tokens - len(decode.rows), self._num_steps, oldest)
+        if not decode.rows and not chunks:
+            self._end_unfittable()
+            return None
+        cached_lens = []
+        for request in decode.requests:
+            cached_lens.append(request.cached_len)
+            request.cached_len += 1
+            request.num_pending_tokens += 1
+        batch = build_batch(self._num_steps, decode, tuple(cached_lens), chunks, self._take_page_appends())
+        self._launch(decode, chunks)
+        return batch
+
+    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestUpdate]:
+        """Take in the result of the oldest launched step.
+
+        Args:
+            batch: what `schedule` returned.
+            token_ids: one for each request of the batch with `samples` True, in batch order.
+
+        Returns:
+            One entry for each request of the batch that was still live, in batch order; what was sampled for a request
+            that ended meanwhile is dropped.
+        """
+        return self.update_accepted(batch, [(token_id,) for token_id in token_ids])
+
+    def update_accepted(self, batch: ScheduledBatch, accepted: Sequence[Sequence[int]]) -> list[RequestUpdate]:
+        """`update` for steps that yield several tokens a request: the accepted drafts and one more.
+
+        Args:
+            batch: what `schedule` returned.
+            accepted: for each request with `samples` True, at least one token; cut here where the request ends.
+        """
+        launched = self._launched.popleft()
+        assert launched.step_id == batch.step_id, f"update of step {batch.step_id}, {launched.step_id} comes first"
+        assert len(accepted) == sum(batch.samples), f"{len(accepted)} results for {sum(batch.samples)} sampled rows"
+        results: list[RequestUpdate] = []
+        blocks = iter(accepted)
+        num_drafts = batch.num_draft_tokens or (0,) * batch.num_reqs
+        for index, request in enumerate(launched.requests):
+            tokens = next(blocks) if batch.samples[index] else ()
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if tokens:
+                num_rejected = num_drafts[index] + 1 - len(tokens)
+            else:
+                num_rejected = 0
+            end = batch.cached_lens[index] + batch.query_lens[index] - num_rejected
+            results.append(self._advance(index, request, tokens, end, num_rejected))
+        return results
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+        """End a request at any moment: stop strings, aborts, errors. Returns whether it was live; twice is harmless."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.stop_reason = stop_reason
+        self._end(request, reason)
+        return True
+
+    def discard(self, batch: ScheduledBatch) -> list[Request]:
+        """Forget a launched step whose result will never come; ends its live requests with ERROR and returns them.
+
+        Their pages are kept out of the prefix cache as far as the lost steps wrote them.
+        """
+        launched = next(step for step in self._launched if step.step_id == batch.step_id)
+        self._launched.remove(launched)
+        live = [request for request in launched.requests if not request.is_finished]
+        for request in live:
+            self._end(request, FinishReason.ERROR)
+        return live
+
+    def take_ended_early(self) -> list[RequestUpdate]:
+        """Requests that ended in `schedule` because no page could be had for them, since the last call.
+
+        Only possible when someone else took pages from the pool: `add` refuses and caps what does not fit.
+        """
+        ended, self._running.ended_early = self._running.ended_early, []
+        return [RequestUpdate(-1, request, (), request.finish_reason) for request in ended]
+
+    def stats(self) -> SchedulerStats:
+        """The counters."""
+        num_evictable = self._prefix_cache.num_evictable
+        num_free = self._allocator.num_free
+        return SchedulerStats(
+            num_waiting=len(self._queue),
+            num_running=len(self._running),
+            num_preemptions=self._running.num_preemptions,
+            num_prefix_hit_tokens=self._planner.num_prefix_hit_tokens,
+            num_used_pages=self._allocator.capacity - num_free - num_evictable,
+            num_free_pages=num_free,
+            num_evictable_pages=num_evictable,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that every page, row and request is in exactly one place, and at idle that the pool is whole."""
+        self._allocator.check_invariants()
+        self._prefix_cache.check_invariants()
+        self._running.check_invariants()
+        for request in self._requests.values():
+            is_waiting = request in self._queue
+            assert is_waiting != (request.status is RequestStatus.RUNNING), f"{request.request_id}: {request.status}"
+            assert not (is_waiting and request.pages), f"{request.request_id} waits with pages {request.pages}"
+        assert len(self._requests) == len(self._queue) + len(self._running), "a request is in no place or in two"
+        stats = self.stats()
+        if not self._requests:
+            assert stats.num_used_pages == 0, f"{stats.num_used_pages} pages are lost"
+
+    def _requeue_preempted(self) -> None:
+        for request in self._running.preempted:
+            request.preempted_step = self._num_steps
+            self._queue.add(request)
+        self._running.preempted.clear()
+        for request in self._running.ended_early:
+            self._requests.pop(request.request_id, None)
+
+    def _end_unfittable(self) -> None:
+        # Nothing runs and nothing is on the way, so nothing will be given back: who is first now can never be served.
+        request = self._queue.first(by_age)
+        if request is None or self._running or self._launched:
+            return
+        self._queue.remove(request)
+        del self._requests[request.request_id]
+        self._running.end_stuck(request)
+
+    def _take_page_appends(self) -> tuple[PageAppend, ...]:
+        grown = self._running.grown
+        if not grown:
+            return ()
+        appends = tuple(PageAppend(owner.row, start, tuple(owner.pages[start:])) for owner, start in grown.items())
+        grown.clear()
+        return appends
+
+    def _launch(self, decode: DecodeColumns, chunks: Sequence[PromptChunk]) -> None:
+        requests = decode.requests
+        if chunks:
+            requests += tuple(chunk.request for chunk in chunks)
+        for chunk in chunks:
+            if chunk.ends_prompt:
+                chunk.request.num_pending_tokens += chunk.samples
+                self._running.start_decoding(chunk.request)
+        self._launched.append(_Launched(self._num_steps, requests))
+        self._num_steps += 1
+
+    def _advance(
+        self, index: int, request: Request, tokens: Sequence[int], resolved_len: int, num_rejected: int
+    ) -> RequestUpdate:
+        """Account for one request's part of a finished step."""
+        is_running = request.status is RequestStatus.RUNNING  # else preempted since: its pages are gone
+        if is_running:
+            request.cached_len -= num_rejected
+            request.resolved_len = resolved_len
+        num_before = len(request.output_token_ids)
+        reason = None
+        if tokens:
+            request.num_pending_tokens -= 1
+            reason = append_tokens(request, tokens)
+        elif request.wants_pooling and resolved_len == request.num_prompt_tokens:
+            reason = FinishReason.STOP
+        if reason is not None:
+            self._end(request, reason)
+        elif is_running and num_before == 0:
+            self._prefix_cache.insert(request.prompt_token_ids[:resolved_len], request.pages)
+        return RequestUpdate(index, request, tuple(request.output_token_ids[num_before:]), reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        # See Note [pages may be freed under a launched step].
+        if request.status is RequestStatus.RUNNING:
+            self._running.stop(request)
+        else:
+            self._queue.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]

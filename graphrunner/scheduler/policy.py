@@ -63,7 +63,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, request: Request) -> bool:
+    def __contains__(self, request: object) -> bool:
         return request in self._live
 
     def __iter__(self) -> Iterator[Request]:

@@ -17,6 +17,7 @@ from graphrunner.config.engine_config import SchedulerConfig
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.request import FinishReason, Request, RequestStatus
 from graphrunner.core.scheduled_batch import PageAppend, ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.prefix_cache import PrefixCache
 from graphrunner.scheduler.admission import QueueFullError, capped_max_new_tokens, check_request
@@ -31,16 +32,29 @@ class RequestUpdate(NamedTuple):
     """What a finished step did to one request.
 
     Attributes:
-        index: its place in the batch; -1 when it ended outside of a step, for want of pages.
         request: the request; its `output_token_ids` already hold the new tokens.
         new_token_ids: tokens appended, cut at the one that ended it; empty for a chunk inside a prompt.
-        finish_reason: set when it ended; `Request.stop_reason` says more.
+        finish_reason: set when it ended.
     """
 
-    index: int
     request: Request
     new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+
+    @property
+    def request_id(self) -> str:
+        """Whose update it is."""
+        return self.request.request_id
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop id that ended it."""
+        return self.request.stop_reason
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return max(self.request.num_cached_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +118,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is live or any launched step is not yet updated."""
-        return bool(self._requests or self._launched)
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
 
     def add(self, request: Request) -> None:
         """Queue a new request; lowers its `max_new_tokens` to what the context and the pool leave.
@@ -132,7 +145,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step and count it as launched; None when nothing can run before the next `update`.
 
-        Every batch must be answered by `update` (or `discard`), in order.
+        Every batch must be answered by `update`, in order, or given up with all others by `finish_running`.
         """
         running = self._running
         running.grow_decoding()
@@ -157,7 +170,7 @@ class Scheduler:
         self._launch(decode, chunks)
         return batch
 
-    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestUpdate]:
+    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[RequestUpdate | None]:
         """Take in the result of the oldest launched step.
 
         Args:
@@ -165,34 +178,43 @@ class Scheduler:
             token_ids: one for each request of the batch with `samples` True, in batch order.
 
         Returns:
-            One entry for each request of the batch that was still live, in batch order; what was sampled for a request
-            that ended meanwhile is dropped.
+            One entry for each request of the batch, in order; None for one that ended meanwhile: its token is dropped.
         """
-        return self.update_accepted(batch, [(token_id,) for token_id in token_ids])
+        if batch.mode is not ForwardMode.DECODE:
+            return self.update_accepted(batch, [(token_id,) for token_id in token_ids])
+        results: list[RequestUpdate | None] = []
+        requests = self._take_launched(batch)
+        for request, token_id, cached_len in zip(requests, token_ids, batch.cached_lens, strict=True):
+            output = request.output_token_ids
+            if (
+                request.status is RequestStatus.RUNNING
+                and token_id not in request.stop_ids
+                and len(output) + 1 < request.max_new_tokens
+            ):  # the common case, written out because it is most of the host's work in a large decode step
+                output.append(token_id)
+                request.num_pending_tokens -= 1
+                request.resolved_len = cached_len + 1
+                results.append(RequestUpdate(request, (token_id,), None))
+            else:
+                results.append(self._advance(request, (token_id,), cached_len + 1, 0))
+        return results
 
-    def update_accepted(self, batch: ScheduledBatch, accepted: Sequence[Sequence[int]]) -> list[RequestUpdate]:
+    def update_accepted(self, batch: ScheduledBatch, accepted: Sequence[Sequence[int]]) -> list[RequestUpdate | None]:
         """`update` for steps that yield several tokens a request: the accepted drafts and one more.
 
         Args:
             batch: what `schedule` returned.
             accepted: for each request with `samples` True, at least one token; cut here where the request ends.
         """
-        launched = self._launched.popleft()
-        assert launched.step_id == batch.step_id, f"update of step {batch.step_id}, {launched.step_id} comes first"
         assert len(accepted) == sum(batch.samples), f"{len(accepted)} results for {sum(batch.samples)} sampled rows"
-        results: list[RequestUpdate] = []
+        results: list[RequestUpdate | None] = []
         blocks = iter(accepted)
         num_drafts = batch.num_draft_tokens or (0,) * batch.num_reqs
-        for index, request in enumerate(launched.requests):
+        for index, request in enumerate(self._take_launched(batch)):
             tokens = next(blocks) if batch.samples[index] else ()
-            if request.status is RequestStatus.FINISHED:
-                continue
-            if tokens:
-                num_rejected = num_drafts[index] + 1 - len(tokens)
-            else:
-                num_rejected = 0
-            end = batch.cached_lens[index] + batch.query_lens[index] - num_rejected
-            results.append(self._advance(index, request, tokens, end, num_rejected))
+            num_rejected = num_drafts[index] + 1 - len(tokens) if tokens else 0
+            resolved_len = batch.cached_lens[index] + batch.query_lens[index] - num_rejected
+            results.append(self._advance(request, tokens, resolved_len, num_rejected))
         return results
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
@@ -204,17 +226,18 @@ class Scheduler:
         self._end(request, reason)
         return True
 
-    def discard(self, batch: ScheduledBatch) -> list[Request]:
-        """Forget a launched step whose result will never come; ends its live requests with ERROR and returns them.
+    def finish_running(self, reason: FinishReason) -> list[str]:
+        """End everything that a broken step may have touched and forget all launched steps.
 
-        Their pages are kept out of the prefix cache as far as the lost steps wrote them.
+        Returns:
+            Ids of the requests that ended: the running ones, and preempted ones to which a launched step owes a token.
+            Waiting requests stay. Only what earlier, finished steps computed goes to the prefix cache.
         """
-        launched = next(step for step in self._launched if step.step_id == batch.step_id)
-        self._launched.remove(launched)
-        live = [request for request in launched.requests if not request.is_finished]
-        for request in live:
-            self._end(request, FinishReason.ERROR)
-        return live
+        self._launched.clear()
+        touched = [*self._running, *(request for request in self._queue if request.num_pending_tokens)]
+        for request in touched:
+            self._end(request, reason)
+        return [request.request_id for request in touched]
 
     def take_ended_early(self) -> list[RequestUpdate]:
         """Requests that ended in `schedule` because no page could be had for them, since the last call.
@@ -222,7 +245,7 @@ class Scheduler:
         Only possible when someone else took pages from the pool: `add` refuses and caps what does not fit.
         """
         ended, self._running.ended_early = self._running.ended_early, []
-        return [RequestUpdate(-1, request, (), request.finish_reason) for request in ended]
+        return [RequestUpdate(request, (), request.finish_reason) for request in ended]
 
     def stats(self) -> SchedulerStats:
         """The counters."""
@@ -288,10 +311,17 @@ class Scheduler:
         self._launched.append(_Launched(self._num_steps, requests))
         self._num_steps += 1
 
+    def _take_launched(self, batch: ScheduledBatch) -> tuple[Request, ...]:
+        launched = self._launched.popleft()
+        assert launched.step_id == batch.step_id, f"update of step {batch.step_id}, but {launched.step_id} comes first"
+        return launched.requests
+
     def _advance(
-        self, index: int, request: Request, tokens: Sequence[int], resolved_len: int, num_rejected: int
-    ) -> RequestUpdate:
+        self, request: Request, tokens: Sequence[int], resolved_len: int, num_rejected: int
+    ) -> RequestUpdate | None:
         """Account for one request's part of a finished step."""
+        if request.status is RequestStatus.FINISHED:
+            return None
         is_running = request.status is RequestStatus.RUNNING  # else preempted since: its pages are gone
         if is_running:
             request.cached_len -= num_rejected
@@ -307,7 +337,7 @@ class Scheduler:
             self._end(request, reason)
         elif is_running and num_before == 0:
             self._prefix_cache.insert(request.prompt_token_ids[:resolved_len], request.pages)
-        return RequestUpdate(index, request, tuple(request.output_token_ids[num_before:]), reason)
+        return RequestUpdate(request, tuple(request.output_token_ids[num_before:]), reason)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         # See Note [pages may be freed under a launched step].

@@ -35,7 +35,9 @@ class PromptPlanner:
         step = _Step(oldest_launched_step)
         age_share, length_share = split_budget(num_tokens, step_id)
         unused = self._give(step, age_share, by_age)
-        self._give(step, length_share + unused, by_length)
+        unused = self._give(step, length_share + unused, by_length)
+        if unused:  # the shortest may not be let in yet, while the oldest, with a share of 0, was not even tried
+            self._give(step, unused, by_age)
         return self._launch_chunks(step)
 
     def _give(self, step: "_Step", num_tokens: int, order: Order) -> int:

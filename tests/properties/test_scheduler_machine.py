@@ -39,12 +39,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         prompt_logprobs=st.sampled_from((None, None, 0)),
     )
-    def add(self, prompt, max_tokens, priority=0, ignore_eos=True, min_tokens=0, prompt_logprobs=None):
+    def add(self, prompt, max_tokens, *, priority=0, ignore_eos=True, min_tokens=0, prompt_logprobs=None):
         try:
             self.engine.add(
                 prompt,
                 max_tokens,
-                priority,
+                priority=priority,
                 ignore_eos=ignore_eos,
                 min_tokens=min(min_tokens, max_tokens),
                 prompt_logprobs=prompt_logprobs,

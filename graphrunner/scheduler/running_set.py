@@ -104,6 +104,7 @@ class RunningSet:
         due = [request for request in self.decoding if request.cached_len >= request.decode_until]
         if not due:
             return
+        # Best first: the victim of a row stands after it, so a row that just got its page is never one.
         due.sort(key=lambda request: (request.priority, request.arrival_index))
         for request in due:
             if request.status is not RequestStatus.RUNNING:
@@ -123,7 +124,6 @@ class RunningSet:
         request.pages = []
         heappush(self._free_rows, request.row)
         request.row = 0
-        self.grown.pop(request, None)
         for members in (self.prefilling, self.draining):
             if request in members:
                 members.remove(request)

@@ -227,17 +227,20 @@ class Scheduler:
         return True
 
     def finish_running(self, reason: FinishReason) -> list[str]:
-        """End everything that a broken step may have touched and forget all launched steps.
+        """End every running request after a step broke, and forget all launched steps; waiting requests stay.
+
+        Only what earlier, finished steps computed goes to the prefix cache.
 
         Returns:
-            Ids of the requests that ended: the running ones, and preempted ones to which a launched step owes a token.
-            Waiting requests stay. Only what earlier, finished steps computed goes to the prefix cache.
+            Ids of the requests that ended.
         """
         self._launched.clear()
-        touched = [*self._running, *(request for request in self._queue if request.num_pending_tokens)]
-        for request in touched:
+        for request in self._queue:
+            request.num_pending_tokens = 0  # a preempted one computes the lost token again
+        ended = list(self._running)
+        for request in ended:
             self._end(request, reason)
-        return [request.request_id for request in touched]
+        return [request.request_id for request in ended]
 
     def take_ended_early(self) -> list[RequestUpdate]:
         """Requests that ended in `schedule` because no page could be had for them, since the last call.
@@ -269,7 +272,10 @@ class Scheduler:
         for request in self._requests.values():
             is_waiting = request in self._queue
             assert is_waiting != (request.status is RequestStatus.RUNNING), f"{request.request_id}: {request.status}"
-            assert not (is_waiting and request.pages), f"{request.request_id} waits with pages {request.pages}"
+            if is_waiting:
+                assert not request.pages and request.cached_len == request.row == 0, f"{request} holds what it lost"
+            num_launched = sum(request in step.requests for step in self._launched)
+            assert 0 <= request.num_pending_tokens <= num_launched, f"{request} waits for a token that never comes"
         assert len(self._requests) == len(self._queue) + len(self._running), "a request is in no place or in two"
         stats = self.stats()
         if not self._requests:

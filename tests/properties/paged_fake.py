@@ -54,6 +54,7 @@ class PagedFakeModel:
         self.kv = [[POISON] * page_size for _ in range(num_pages)]
         self.page_table: list[list[int]] = [[] for _ in range(num_rows)]
         self.last_token = [POISON] * num_rows
+        self.written: dict[int, list[tuple[int, int]]] = {}  # step -> (page, offset)
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         """Tokens of the rows that sample."""
@@ -64,6 +65,7 @@ class PagedFakeModel:
             assert append.start == len(self.page_table[append.row]), "pages leave a gap or overwrite"
             self.page_table[append.row] += append.pages
         sampled = []
+        self.written[batch.step_id] = []
         inputs = iter(batch.input_ids or (-1,) * batch.num_tokens)
         columns = zip(batch.rows, batch.cached_lens, batch.query_lens, batch.samples, strict=True)
         for row, cached_len, query_len, is_sampled in columns:
@@ -73,7 +75,7 @@ class PagedFakeModel:
                 if token_id == -1:
                     token_id = self.last_token[row]
                 entries.append(kv_entry(token_id, entries))
-                self._write(row, len(entries) - 1, entries[-1])
+                self._write(batch.step_id, row, len(entries) - 1, entries[-1])
             if is_sampled:
                 self.last_token[row] = next_token(entries)
                 sampled.append(self.last_token[row])
@@ -82,10 +84,16 @@ class PagedFakeModel:
     def _read(self, row: int, position: int) -> int:
         return self.kv[self.page_table[row][position // self.page_size]][position % self.page_size]
 
-    def _write(self, row: int, position: int, entry: int) -> None:
+    def spoil(self, batch: ScheduledBatch) -> None:
+        """What the step wrote turns out to be garbage."""
+        for page, offset in self.written[batch.step_id]:
+            self.kv[page][offset] = POISON
+
+    def _write(self, step_id: int, row: int, position: int, entry: int) -> None:
         page = self.page_table[row][position // self.page_size]
         assert page != 0, "a real token was written to the dummy page"
         self.kv[page][position % self.page_size] = entry
+        self.written[step_id].append((page, position % self.page_size))
 
 
 @dataclass
@@ -188,6 +196,14 @@ class FakeEngine:
             assert self.served[request_id].finish_reason is None, "ended twice"
             self.served[request_id].finish_reason = FinishReason.ABORT
         return was_live
+
+    def break_pending(self) -> None:
+        """The launched steps raise: what they wrote is garbage, what ran ends with an error."""
+        for batch, _ in self.pending:
+            self.model.spoil(batch)
+        self.pending.clear()
+        for request_id in self.scheduler.finish_running(FinishReason.ERROR):
+            self.served[request_id].finish_reason = FinishReason.ERROR
 
     def check_pool(self) -> None:
         """At idle every page is free or evictable."""

@@ -80,9 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def break_step(self):
         """A launched step raises: what it may have touched ends, the rest goes on."""
-        self.engine.pending.clear()
-        for request_id in self.engine.scheduler.finish_running(FinishReason.ERROR):
-            self.engine.served[request_id].finish_reason = FinishReason.ERROR
+        self.engine.break_pending()
 
     @precondition(lambda self: not self.engine.scheduler.has_unfinished_requests())
     @rule()

@@ -7,7 +7,6 @@ from paged_fake import FakeEngine
 from test_scheduler_machine import check_answer
 
 from graphrunner.core.errors import InvalidRequestError
-from graphrunner.core.request import FinishReason
 
 
 def random_engine(rng: random.Random) -> FakeEngine:
@@ -42,9 +41,7 @@ def run_stream(seed: int) -> FakeEngine:
         elif action < 0.36 and engine.served:
             engine.abort(rng.choice(sorted(engine.served)))
         elif action < 0.38:
-            engine.pending.clear()
-            for request_id in engine.scheduler.finish_running(FinishReason.ERROR):
-                engine.served[request_id].finish_reason = FinishReason.ERROR
+            engine.break_pending()
         else:
             engine.step()
         engine.scheduler.check_invariants()

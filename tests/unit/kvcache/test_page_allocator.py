@@ -52,7 +52,16 @@ def test_free_gives_pages_back() -> None:
         lambda allocator, page: allocator.allocate(-1),
         lambda allocator, page: PageAllocator(1),
     ],
-    ids=["release twice", "free twice", "free a list twice", "free shared", "share free", "free dummy", "< 0", "no page"],
+    ids=[
+        "release twice",
+        "free twice",
+        "free a list twice",
+        "free shared",
+        "share free",
+        "free dummy",
+        "< 0",
+        "no page",
+    ],
 )
 def test_misuse_is_loud(misuse) -> None:
     allocator = PageAllocator(4)

@@ -29,7 +29,9 @@ def keep(cache: RadixCache, allocator: PageAllocator, tokens) -> list[int]:
     return pages
 
 
-@pytest.mark.parametrize(("prompt_len", "num_hit_pages"), [(1, 0), (4, 0), (5, 1), (7, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+@pytest.mark.parametrize(
+    ("prompt_len", "num_hit_pages"), [(1, 0), (4, 0), (5, 1), (7, 1), (8, 1), (9, 2), (12, 2), (13, 3)]
+)
 def test_a_prompt_never_hits_wholly(cache, allocator, prompt_len, num_hit_pages) -> None:
     tokens = list(range(13))
     pages = keep(cache, allocator, tokens)

@@ -278,6 +278,60 @@ def test_preempted_request_waits_for_the_token_it_is_owed(make_scheduler, make_r
     assert len(first.output_token_ids) == 9 and len(second.output_token_ids) == 6
 
 
+def test_preempted_request_takes_in_a_whole_block(make_scheduler, make_request) -> None:
+    scheduler = make_scheduler(num_pages=5, page_size=4)
+    second = make_request("b", 7, max_tokens=6, first=50)
+    scheduler.add(make_request("a", 7, max_tokens=9))
+    scheduler.add(second)
+    run_step(scheduler)
+    batch = scheduler.schedule()
+    later = scheduler.schedule()
+    assert second.status is RequestStatus.PREEMPTED and later.request_ids == ("a",)
+    scheduler.update_accepted(batch, [[7], [7, 8, 9]])
+    assert second.output_token_ids == [7, 7, 8, 9] and second.cached_len == 0
+    scheduler.check_invariants()
+
+
+def test_token_lost_by_a_preempted_request_is_computed_again(make_scheduler, make_request) -> None:
+    scheduler = make_scheduler(num_pages=5, page_size=4)
+    second = make_request("b", 7, max_tokens=6, first=50)
+    scheduler.add(make_request("a", 7, max_tokens=9))
+    scheduler.add(second)
+    for _ in range(3):
+        scheduler.schedule()
+    assert second.status is RequestStatus.PREEMPTED
+    assert scheduler.finish_running(FinishReason.ERROR) == ["a"]
+    scheduler.check_invariants()
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
+    assert len(second.output_token_ids) == 6 and second.finish_reason is FinishReason.LENGTH
+
+
+def test_blocked_request_starts_as_soon_as_pages_come_back(make_scheduler, make_request) -> None:
+    scheduler = make_scheduler(num_pages=8)
+    scheduler.add(make_request("long", 4, max_tokens=20))
+    scheduler.add(make_request("short", 4, max_tokens=3))
+    run_step(scheduler)
+    scheduler.add(make_request("large", 14, first=50))
+    seen = []
+    while not seen or "large" not in seen[-1]:
+        seen.append(run_step(scheduler)[0].request_ids)
+    assert [("short" in ids, "long" in ids) for ids in seen] == [(True, True), (True, True), (False, True)]
+
+
+def test_resumed_request_reports_no_prompt_logprobs_twice(make_scheduler, make_request) -> None:
+    scheduler = make_scheduler(num_pages=6)
+    scheduler.add(make_request("a", 7, max_tokens=12))
+    second = make_request("b", 7, max_tokens=9, first=50, params={"prompt_logprobs": 0})
+    scheduler.add(second)
+    batches = []
+    while scheduler.has_unfinished_requests():
+        batches.append(run_step(scheduler)[0])
+    resumed = [batch for batch in batches for init in batch.row_inits if init.output_token_ids]
+    assert second.num_preemptions == len(resumed) >= 1
+    assert [batch.needs_all_logits for batch in batches] == [True] + [False] * (len(batches) - 1)
+
+
 def test_worse_priority_gives_way(make_scheduler, make_request) -> None:
     scheduler = make_scheduler(num_pages=6)
     humble, proud = make_request("a", 7, 12, priority=1), make_request("b", 7, 12, first=50)

@@ -89,6 +89,16 @@ def test_request_that_needs_the_whole_pool_is_not_overtaken_for_ever() -> None:
     engine.run()
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_resumed_requests_do_not_lose_their_pages_at_once(depth: int) -> None:
+    """They wait for one spare page a running request, so that being preempted stays the exception."""
+    engine = FakeEngine(num_pages=12, depth=depth)
+    for i in range(16):
+        engine.add((i, *prompt(15 + i % 2, 100)), 60)
+    engine.run()
+    assert 1 <= engine.scheduler.stats().num_preemptions <= 16
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     chunk_len=st.integers(2, 16),

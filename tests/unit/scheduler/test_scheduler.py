@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -364,6 +365,24 @@ def test_stats_add_up(make_scheduler, make_request) -> None:
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_prefix_hit_tokens) == (1, 0, 8)
     assert (stats.num_used_pages, stats.num_evictable_pages, stats.num_free_pages) == (3, 0, 29)
+
+
+@pytest.mark.parametrize(("num_reqs", "num_waiting", "limit_us"), [(1, 0, 30), (256, 0, 150), (256, 1000, 200)])
+def test_unchanged_decode_step_costs_the_host_little(
+    make_scheduler, make_request, num_reqs, num_waiting, limit_us
+) -> None:
+    pool = {"num_pages": 8000, "page_size": 16, "max_model_len": 512, "max_pages_per_row": 32}
+    scheduler = make_scheduler(**pool, max_num_seqs=num_reqs, max_num_batched_tokens=4096)
+    for index in range(num_reqs + num_waiting):
+        scheduler.add(make_request(str(index), 4 + index % 12, max_tokens=400))
+    durations_us = []
+    while len(durations_us) < 300:
+        start = time.perf_counter()
+        batch = scheduler.schedule()
+        durations_us.append((time.perf_counter() - start) * 1e6)
+        scheduler.update(batch, [7] * sum(batch.samples))
+    # The best of the last steps: what the code costs, without what the machine adds.
+    assert batch.num_reqs == num_reqs and min(durations_us[-200:]) < limit_us
 
 
 def test_torch_is_never_imported() -> None:

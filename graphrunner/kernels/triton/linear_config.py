@@ -1,0 +1,192 @@
+"""Which kernel, with which tiles, a small-batch projection runs: the measured table and the default for the rest."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum, StrEnum
+from pathlib import Path
+
+import torch
+
+from graphrunner.kernels.triton import runtime
+from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
+
+ROW_BUCKETS = (1, 2, 4, 8, 16)
+MAX_FUSED_ROWS = ROW_BUCKETS[-1]
+_MAX_VECTOR_ROWS = 4
+_MIN_BLOCK_K = 64
+
+
+class LinearMode(IntEnum):
+    """What surrounds the product; the values are those of linear_kernels.MODE_*."""
+
+    PLAIN = 0
+    GATED = 1
+    RESIDUAL = 2
+    ARGMAX = 3
+
+
+class LinearKind(StrEnum):
+    """Which implementation multiplies."""
+
+    VECTOR = "vector"  # CUDA cores
+    MMA = "mma"  # tensor cores, slices of K side by side
+    WARPGROUP = "warpgroup"  # tensor cores, 2-D tiles
+    LIBRARY = "library"  # cuBLAS, with kernels of their own around it
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """What a configuration depends on: N output rows (of one half when GATED) and K input columns."""
+
+    mode: LinearMode
+    num_outputs: int
+    num_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """One launch configuration.
+
+    Attributes:
+        kind: implementation.
+        block_n: weight rows a tile (pairs when GATED).
+        block_k: columns a load.
+        slices: slices of K side by side (MMA only).
+        num_warps, num_stages: as Triton means them.
+        programs_per_multiprocessor: size of the persistent grid (VECTOR only).
+        trigger: 1 lets the next kernel start after the first tile's loads, 0 at this kernel's end.
+    """
+
+    kind: LinearKind
+    block_n: int = 1
+    block_k: int = 1024
+    slices: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_multiprocessor: int = 2
+    trigger: int = 1
+
+
+LIBRARY_CONFIG = LinearConfig(LinearKind.LIBRARY)
+
+_overrides: dict[str, LinearConfig] = {}
+
+
+def row_bucket(num_rows: int) -> int:
+    """The smallest bucket that holds num_rows (<= MAX_FUSED_ROWS)."""
+    return next(bucket for bucket in ROW_BUCKETS if num_rows <= bucket)
+
+
+def config_key(device: torch.device, dtype: torch.dtype, shape: LinearShape, num_rows: int) -> str:
+    """Name of one entry of the table."""
+    width = dtype.itemsize * 8
+    sizes = f"{shape.num_outputs}x{shape.num_inputs}"
+    return f"{runtime.device_key(device)}/{width}bit/{shape.mode.name.lower()}/{sizes}/rows{row_bucket(num_rows)}"
+
+
+def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels can run this configuration on this shape at all."""
+    if config.kind is LinearKind.LIBRARY:
+        return True
+    if config.kind is LinearKind.VECTOR:
+        fits = shape.num_outputs % config.block_n == 0 and shape.num_inputs % config.block_k == 0
+        return fits and num_rows <= _MAX_VECTOR_ROWS
+    return (
+        dtype.itemsize == 2
+        and num_rows <= MAX_FUSED_ROWS
+        and shape.num_inputs % (config.slices * config.block_k) == 0
+        and config.block_n >= 16
+    )
+
+
+def default_config(shape: LinearShape, num_rows: int, dtype: torch.dtype) -> LinearConfig:
+    """A reasonable configuration for a shape nobody measured.
+
+    Tiles of about 32 KiB, deep enough to keep the memory busy; the library where a tile would be ragged.
+    """
+    divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
+    if divisor < _MIN_BLOCK_K or shape.num_outputs < 64 or num_rows > MAX_FUSED_ROWS:
+        return LIBRARY_CONFIG
+    if num_rows <= 1 or (num_rows <= 2 and dtype.itemsize == 4):
+        block_n = min(max(1, 4096 // shape.num_inputs), runtime.largest_power_of_two_divisor(shape.num_outputs))
+        block_k = min(divisor, 2048)
+        if shape.num_inputs // block_k > 16:
+            return LIBRARY_CONFIG
+        return LinearConfig(LinearKind.VECTOR, block_n, block_k, num_warps=8, num_stages=4)
+    if dtype is not torch.bfloat16:
+        # A float16 row times the norm weight could overflow before the norm's factor is applied.
+        return LIBRARY_CONFIG
+    slices = 4 if divisor >= 4 * _MIN_BLOCK_K else 1
+    block_k = min(divisor // slices, 128 if shape.mode is not LinearMode.GATED else 64)
+    return LinearConfig(LinearKind.MMA, 16, block_k, slices, num_warps=4, num_stages=4)
+
+
+def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> LinearConfig:
+    """The configuration to run: tuned by the user, else shipped, else the default.
+
+    Args:
+        shape: mode and sizes of the weight.
+        num_rows: rows of x; above MAX_FUSED_ROWS the answer is always the library.
+        dtype: of x and the weight.
+        device: where it runs.
+    """
+    if num_rows > MAX_FUSED_ROWS:
+        return LIBRARY_CONFIG
+    key = config_key(device, dtype, shape, num_rows)
+    config = _overrides.get(key)
+    if config is None and key in TUNED_LINEAR:
+        config = config_from_row(TUNED_LINEAR[key])
+    if config is not None and dtype is not torch.float16 and is_valid(config, shape, num_rows, dtype):
+        return config
+    return default_config(shape, num_rows, dtype)
+
+
+def config_from_row(row: tuple[str | int, ...]) -> LinearConfig:
+    """Read one row of the shipped table: the fields of LinearConfig in order."""
+    kind, *numbers = row
+    return LinearConfig(LinearKind(kind), *(int(number) for number in numbers))
+
+
+def config_to_row(config: LinearConfig) -> tuple[str | int, ...]:
+    """The inverse of config_from_row."""
+    return tuple(value.value if isinstance(value, LinearKind) else value for value in asdict(config).values())
+
+
+def set_config(key: str, config: LinearConfig) -> None:
+    """Prefer a configuration to the shipped one, in this process."""
+    _overrides[key] = config
+
+
+def save_overrides(path: Path) -> None:
+    """Write this process's preferred configurations; other entries of the file stay.
+
+    Errors: OSError when the folder cannot be written.
+    """
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    rows.update({key: list(config_to_row(config)) for key, config in _overrides.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(rows, indent=0, sort_keys=True))
+    partial.replace(path)
+
+
+def load_overrides(path: Path) -> int:
+    """Prefer the configurations kept in a file; returns how many were read, 0 for a missing or unreadable file."""
+    try:
+        rows = json.loads(path.read_text())
+        configs = {key: config_from_row(tuple(row)) for key, row in rows.items()}
+    except (OSError, ValueError, TypeError):
+        return 0
+    _overrides.update(configs)
+    return len(configs)
+
+
+def default_tuning_path() -> Path:
+    """Where a tuner keeps its results between runs: the user's cache directory."""
+    return Path.home() / ".cache" / "graphrunner" / "decode_linear.json"
+
+
+def with_trigger(config: LinearConfig, trigger: int) -> LinearConfig:
+    """The same configuration with another trigger time."""
+    return replace(config, trigger=trigger)

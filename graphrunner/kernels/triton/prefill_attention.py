@@ -1,0 +1,236 @@
+"""Attention of any mix of prompt chunks and decode rows: rope and KV store over tokens, then a flash pass.
+
+The grid depends only on the padded counts of a graph key: at most T / tile + R tiles of queries; each program finds
+its request in query_start_loc itself, so no tile map is prepared by the host.
+A tile packs BLOCK_TOKENS tokens times the query heads of one key head, so grouped heads share each key load.
+Twin: reference.rope_store_attention. Source: FlashAttention-2 (Dao 2023), its loop order and running softmax.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphrunner.kernels.triton import runtime
+from graphrunner.kernels.triton.attention_common import (
+    LOG2_E,
+    AttentionLayer,
+    ExtendMetadata,
+    check_cache,
+    load_rotated,
+    masked_scores,
+    softmax_step,
+    to_cache,
+)
+
+
+@triton.jit
+def _rope_store_kernel(
+    qkv_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slot_mapping_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HALF: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program: rotate q in place, rotate and store k, store v."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DP)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row_ptr = qkv_ptr + token * ((HQ + 2 * HK) * D)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slot_mapping_ptr + token)
+    h = tl.arange(0, HQP)
+    q = load_rotated(
+        row_ptr, h * D, h < HQ, tl.zeros([HQP], tl.int64) + position, q_norm_ptr, cos_ptr, sin_ptr, eps, D, DP, HALF,
+        HAS_Q_NORM,
+    )  # fmt: skip
+    # Each head's partner channels are read by other threads of this program: all reads come before the first write.
+    tl.debug_barrier()
+    is_q = (h < HQ)[:, None] & (d < D)[None, :]
+    tl.store(row_ptr + h[:, None] * D + d[None, :], q.to(qkv_ptr.dtype.element_ty), mask=is_q)
+    hk = tl.arange(0, HKP)
+    k = load_rotated(
+        row_ptr, (HQ + hk) * D, hk < HK, tl.zeros([HKP], tl.int64) + position, k_norm_ptr, cos_ptr, sin_ptr, eps, D,
+        DP, HALF, HAS_K_NORM,
+    )  # fmt: skip
+    is_k = (hk < HK)[:, None] & (d < D)[None, :]
+    v = tl.load(row_ptr + (HQ + HK + hk)[:, None] * D + d[None, :], mask=is_k, other=0.0).to(tl.float32)
+    cache_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+    offsets = (slot * HK + hk)[:, None] * D + d[None, :]
+    tl.store(k_cache_ptr + offsets, to_cache(k, inverse_k_scale, cache_dtype, IS_FP8), mask=is_k)
+    tl.store(v_cache_ptr + offsets, to_cache(v, inverse_v_scale, cache_dtype, IS_FP8), mask=is_k)
+
+
+@triton.jit
+def _find_tile(query_start_loc_ptr, R, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The request and the first query (counted in the request) of a tile; request R for a tile past the last."""
+    i = tl.arange(0, BLOCK_R)
+    is_real = i < R
+    start = tl.load(query_start_loc_ptr + i, mask=is_real, other=0)
+    stop = tl.load(query_start_loc_ptr + i + 1, mask=is_real, other=0)
+    num_tiles = tl.where(is_real, (stop - start + TOKENS - 1) // TOKENS, 0)
+    ends = tl.cumsum(num_tiles, 0)
+    request = tl.sum(tl.where(is_real & (ends <= tile), 1, 0), 0)
+    before = tl.sum(tl.where(i < request, num_tiles, 0), 0)
+    return request, (tile - before) * TOKENS
+
+
+@triton.jit
+def _attend_tiles(
+    q, k_cache_ptr, v_cache_ptr, table_row_ptr, hk, position, is_row, first, last, seq_len, scale_log2, soft_cap,
+    window, m, total, acc, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, NEEDS_MASK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend the keys of tiles [first, last); NEEDS_MASK false only where every row sees every key."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, DP)
+    for t in tl.range(first, last, num_stages=STAGES):
+        o = t * BLOCK_N + n
+        is_cached = o < seq_len
+        page = tl.load(table_row_ptr + o // PAGE, mask=is_cached, other=0).to(tl.int64)
+        offsets = (((page * PAGE + o % PAGE) * HK + hk) * D)[:, None] + d[None, :]
+        is_real = is_cached[:, None] & (d < D)[None, :]
+        k = tl.load(k_cache_ptr + offsets, mask=is_real, other=0.0).to(q.dtype)
+        v = tl.load(v_cache_ptr + offsets, mask=is_real, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if NEEDS_MASK or HAS_CAP:
+            is_visible = is_row[:, None] & (o[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                is_visible = is_visible & (o[None, :] > (position - window)[:, None])
+            scores = masked_scores(scores, is_visible, scale_log2, soft_cap, HAS_CAP)
+            m, total, acc = softmax_step(scores, is_visible, v, m, total, acc)
+        else:
+            scores = scores * scale_log2
+            new_m = tl.maximum(m, tl.max(scores, 1))
+            p = tl.exp2(scores - new_m[:, None])
+            decay = tl.exp2(m - new_m)
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            total = total * decay + tl.sum(p, 1)
+            m = new_m
+    return m, total, acc
+
+
+@triton.jit
+def _extend_attention_kernel(
+    qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, query_start_loc_ptr, out_ptr,
+    max_pages, R, scale_log2, soft_cap, v_scale, window, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, GP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HQ // HK
+    hk = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # Long tiles first: the last tiles of a prompt see the most keys.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    request, first_query = _find_tile(query_start_loc_ptr, R, tile, TOKENS, BLOCK_R)
+    if request < R:
+        query_start = tl.load(query_start_loc_ptr + request)
+        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+        seq_len = tl.load(seq_lens_ptr + request)
+        table_row_ptr = page_table_ptr + tl.load(request_rows_ptr + request).to(tl.int64) * max_pages
+        r = tl.arange(0, TOKENS * GP)
+        d = tl.arange(0, DP)
+        query = first_query + r // GP
+        is_row = (query < query_len) & (r % GP < GROUP)
+        position = seq_len - query_len + query
+        head = hk * GROUP + r % GP
+        token = (query_start + query).to(tl.int64)
+        is_real = is_row[:, None] & (d < D)[None, :]
+        q_offsets = (token * (HQ + 2 * HK) + head)[:, None] * D + d[None, :]
+        q = tl.load(qkv_ptr + q_offsets, mask=is_real, other=0.0)
+        first_position = seq_len - query_len + first_query
+        num_keys = tl.minimum(first_position + TOKENS, seq_len)
+        last_tile = tl.cdiv(num_keys, BLOCK_N)
+        m = tl.full([TOKENS * GP], -1.0e30, tl.float32)
+        total = tl.zeros([TOKENS * GP], tl.float32)
+        acc = tl.zeros([TOKENS * GP, DP], tl.float32)
+        if HAS_WINDOW:
+            split_tile = tl.maximum(first_position - window + 1, 0) // BLOCK_N
+        else:
+            split_tile = (first_position + 1) // BLOCK_N
+            m, total, acc = _attend_tiles(
+                q, k_cache_ptr, v_cache_ptr, table_row_ptr, hk, position, is_row, 0, split_tile, seq_len, scale_log2,
+                soft_cap, window, m, total, acc, HK, D, DP, BLOCK_N, PAGE, False, HAS_CAP, False, STAGES,
+            )  # fmt: skip
+        m, total, acc = _attend_tiles(
+            q, k_cache_ptr, v_cache_ptr, table_row_ptr, hk, position, is_row, split_tile, last_tile, seq_len,
+            scale_log2, soft_cap, window, m, total, acc, HK, D, DP, BLOCK_N, PAGE, HAS_WINDOW, HAS_CAP, True, STAGES,
+        )  # fmt: skip
+        result = acc * (v_scale / tl.maximum(total, 1.0e-30))[:, None]
+        out_offsets = (token * HQ + head)[:, None] * D + d[None, :]
+        tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=is_real)
+
+
+def rope_store(qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, metadata: ExtendMetadata) -> None:
+    """Normalise and rotate the query heads in place; normalise, rotate and store keys; store values.
+
+    Args:
+        qkv: float [T, (Hq + 2 Hk) * D], contiguous, device; its query heads are overwritten.
+        layer: what the layer computes.
+        k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
+        metadata: the step.
+
+    In graph: yes. Sync: none.
+    """
+    check_cache(k_cache, v_cache)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if qkv.shape[0] == 0:
+        return
+    assert qkv.is_contiguous()
+    pdl = runtime.use_dependent_launch(qkv.device)
+    tables = (layer.cos, layer.sin, layer.q_norm_weight, layer.k_norm_weight)
+    _rope_store_kernel[(qkv.shape[0],)](
+        qkv, k_cache, v_cache, metadata.positions, metadata.slot_mapping,
+        *(qkv if table is None else table for table in tables),
+        layer.norm_eps, 1.0 / layer.k_scale, 1.0 / layer.v_scale, HQ=num_q_heads, HK=num_kv_heads, D=head_dim,
+        DP=triton.next_power_of_2(head_dim), HALF=layer.half_rotary_dim, HQP=triton.next_power_of_2(num_q_heads),
+        HKP=triton.next_power_of_2(num_kv_heads), HAS_Q_NORM=layer.q_norm_weight is not None,
+        HAS_K_NORM=layer.k_norm_weight is not None, IS_FP8=k_cache.dtype.itemsize == 1, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def extend_attention(
+    qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, metadata: ExtendMetadata
+) -> Tensor:
+    """Normalise, rotate, store and attend any mix of prompt chunks and decode rows.
+
+    Args:
+        qkv: float [T, (Hq + 2 Hk) * D], contiguous, device; its query heads are overwritten.
+        layer: what the layer computes.
+        k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
+        metadata: the step; requests without queries and tokens past query_start_loc[-1] are padding.
+
+    Returns:
+        [T, Hq * D], dtype of qkv; rows of padding tokens are zero.
+
+    In graph: yes. Sync: none.
+    """
+    num_tokens, num_requests = qkv.shape[0], metadata.seq_lens.shape[0]
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    out = qkv.new_zeros(num_tokens, num_q_heads * head_dim)
+    if num_tokens == 0:
+        return out
+    rope_store(qkv, layer, k_cache, v_cache, metadata)
+    padded_group = triton.next_power_of_2(num_q_heads // num_kv_heads)
+    padded_dim = triton.next_power_of_2(head_dim)
+    is_small = qkv.dtype.itemsize == 2 and padded_dim <= 128
+    num_rows = max(128 if is_small and num_tokens > 64 else 16, padded_group)
+    tokens_per_tile = num_rows // padded_group
+    pdl = runtime.use_dependent_launch(qkv.device)
+    grid = (triton.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)
+    _extend_attention_kernel[grid](
+        qkv, k_cache, v_cache, metadata.page_table, metadata.request_rows, metadata.seq_lens,
+        metadata.query_start_loc, out, metadata.page_table.shape[1], num_requests,
+        layer.scale * LOG2_E * layer.k_scale, layer.soft_cap, layer.v_scale, layer.sliding_window, HQ=num_q_heads,
+        HK=num_kv_heads, D=head_dim, DP=padded_dim, GP=padded_group, TOKENS=tokens_per_tile,
+        BLOCK_N=64 if is_small else 32, BLOCK_R=triton.next_power_of_2(num_requests), PAGE=page_size,
+        HAS_WINDOW=layer.sliding_window > 0, HAS_CAP=layer.soft_cap > 0.0, STAGES=3 if is_small else 2, PDL=pdl,
+        num_warps=8 if num_rows >= 128 else 4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

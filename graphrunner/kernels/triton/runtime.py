@@ -1,0 +1,57 @@
+"""What the launchers need to know about the device a kernel will run on."""
+
+import functools
+
+import torch
+import triton
+
+_FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH = (9, 0)
+_FIRST_CAPABILITY_WITH_FP8 = (8, 9)
+_INTERPRETED_NUM_MULTIPROCESSORS = 2  # small, so that persistent loops take several turns in the tests
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.lru_cache(maxsize=16)
+def _cuda_facts(index: int) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def use_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on this device are chained by programmatic dependent launch."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return _cuda_facts(_index(device))[0] >= _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels can convert e4m3 numbers on this device."""
+    return device.type != "cuda" or _cuda_facts(_index(device))[0] >= _FIRST_CAPABILITY_WITH_FP8
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the card; a small constant for the interpreter."""
+    if device.type != "cuda":
+        return _INTERPRETED_NUM_MULTIPROCESSORS
+    return _cuda_facts(_index(device))[1]
+
+
+def device_key(device: torch.device) -> str:
+    """Name of the card for tables of measured configurations, such as "sm90x132"."""
+    if device.type != "cuda":
+        return "interpreter"
+    (major, minor), count = _cuda_facts(_index(device))
+    return f"sm{major}{minor}x{count}"
+
+
+def largest_power_of_two_divisor(value: int) -> int:
+    """The largest power of two that divides value (> 0)."""
+    return value & -value

@@ -1,0 +1,52 @@
+"""Kernels run in Triton's interpreter where there is no GPU; the choice must be made before triton is imported."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_with_index(tensor, scope) -> None:
+    """The interpreter's scalars are arrays of one element, which newer numpy no longer converts to int."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor_with_index
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _widened(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """The interpreter keeps bfloat16 as raw 16-bit integers and would multiply those."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    wide = (handle.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)
+
+
+def _create_wide_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    return _create_dot(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_wide_dot
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where these tests run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,113 @@
+"""Fused small-batch projections against their torch twins."""
+
+import pytest
+import torch
+
+from graphrunner.kernels import reference
+from graphrunner.kernels.triton import decode_linear, linear_config
+from graphrunner.kernels.triton.linear_config import LinearConfig, LinearKind, LinearMode
+from graphrunner.kernels.triton.sample import ArgmaxPartials, reduce_argmax
+
+VECTOR = LinearConfig(LinearKind.VECTOR, block_n=2, block_k=64, num_stages=2)
+MMA = LinearConfig(LinearKind.MMA, block_n=16, block_k=32, slices=2, num_stages=2)
+WARPGROUP = LinearConfig(LinearKind.WARPGROUP, block_n=64, block_k=64, num_stages=2)
+WIDTH, NUM_OUTPUTS, EPS = 128, 48, 1e-5
+
+
+def _call(mode: LinearMode, num_rows: int, dtype: torch.dtype, device: torch.device, has_norm: bool, has_bias: bool):
+    num_weight_rows = NUM_OUTPUTS * (2 if mode is LinearMode.GATED else 1)
+    x = torch.randn(num_rows, WIDTH, dtype=dtype, device=device)
+    weight = torch.randn(num_weight_rows, WIDTH, dtype=dtype, device=device) * 0.1
+    norm_weight = torch.rand(WIDTH, device=device) + 0.5 if has_norm else None
+    bias = torch.randn(num_weight_rows, dtype=dtype, device=device) if has_bias else None
+    residual = torch.randn(num_rows, NUM_OUTPUTS, dtype=dtype, device=device)
+    out = torch.full((num_rows, NUM_OUTPUTS), float("nan"), dtype=dtype, device=device)
+    return decode_linear.LinearCall(mode, x, norm_weight, EPS, weight, bias, residual, out)
+
+
+def _expected(call: decode_linear.LinearCall) -> torch.Tensor:
+    x, weight = call.x.float(), call.weight.float()
+    bias = None if call.bias is None else call.bias.float()
+    if call.mode is LinearMode.GATED:
+        return reference.norm_gate_up(x, call.norm_weight, EPS, weight, "gelu_tanh" if call.is_gelu else "silu")
+    projected = reference.norm_linear(x, call.norm_weight, EPS, weight, bias)
+    return call.residual.float() + projected if call.mode is LinearMode.RESIDUAL else projected
+
+
+def _check(call: decode_linear.LinearCall, config: LinearConfig) -> None:
+    partials = None
+    if call.mode is LinearMode.ARGMAX:
+        size = (call.x.shape[0], decode_linear.num_programs(config, call.shape, call.x.device))
+        partials = ArgmaxPartials(
+            torch.empty(size, device=call.x.device), torch.empty(size, dtype=torch.int32, device=call.x.device)
+        )
+    decode_linear.launch_linear(call, config, partials)
+    tolerance = 1e-4 if call.x.dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(call.out.float(), _expected(call), atol=tolerance, rtol=tolerance)
+    if partials is not None:
+        assert reduce_argmax(partials).tolist() == call.out.float().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("mode", list(LinearMode))
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_vector_kernel_matches_twin(mode, num_rows, device):
+    has_bias = mode in (LinearMode.PLAIN, LinearMode.RESIDUAL)
+    _check(_call(mode, num_rows, torch.float32, device, mode is not LinearMode.RESIDUAL, has_bias), VECTOR)
+
+
+@pytest.mark.parametrize("mode", list(LinearMode))
+@pytest.mark.parametrize("config", [MMA, WARPGROUP], ids=["mma", "warpgroup"])
+def test_tensor_core_kernels_match_twin(mode, config, device):
+    """5 rows: neither a power of two nor a whole tile; 48 outputs: a ragged tile of the warpgroup kernel."""
+    has_bias = mode in (LinearMode.PLAIN, LinearMode.RESIDUAL)
+    _check(_call(mode, 5, torch.bfloat16, device, mode is not LinearMode.RESIDUAL, has_bias), config)
+
+
+def test_projection_without_norm(device):
+    _check(_call(LinearMode.PLAIN, 1, torch.float32, device, False, False), VECTOR)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+def test_public_operations_choose_a_working_kernel(num_rows, device):
+    x = torch.randn(num_rows, WIDTH, dtype=torch.bfloat16, device=device)
+    norm_weight = torch.rand(WIDTH, device=device) + 0.5
+    weight = torch.randn(256, WIDTH, dtype=torch.bfloat16, device=device) * 0.1
+    residual = torch.randn(num_rows, 256, dtype=torch.bfloat16, device=device)
+    wide = (x.float(), norm_weight, EPS, weight.float())
+    expected = reference.norm_linear(*wide)
+    added = reference.linear_residual(x.float(), weight.float(), None, residual.float())
+    torch.testing.assert_close(
+        decode_linear.norm_linear(x, norm_weight, EPS, weight).float(), expected, atol=5e-2, rtol=3e-2
+    )
+    for activation in ("silu", "gelu_tanh"):
+        torch.testing.assert_close(
+            decode_linear.norm_gate_up(x, norm_weight, EPS, weight, activation).float(),
+            reference.norm_gate_up(*wide, activation), atol=5e-2, rtol=5e-2,
+        )  # fmt: skip
+    torch.testing.assert_close(
+        decode_linear.linear_residual(x, weight, None, residual).float(), added, atol=5e-2, rtol=3e-2
+    )
+    logits, partials = decode_linear.norm_linear_argmax(x, norm_weight, EPS, weight)
+    assert reduce_argmax(partials).tolist() == logits.float().argmax(-1).tolist()
+
+
+def test_overrides_survive_a_round_trip_through_the_cache_file(tmp_path, device, monkeypatch):
+    monkeypatch.setattr(linear_config, "_overrides", {})
+    shape = linear_config.LinearShape(LinearMode.PLAIN, 64, 128)
+    key = linear_config.config_key(device, torch.bfloat16, shape, 3)
+    linear_config.set_config(key, MMA)
+    linear_config.save_overrides(tmp_path / "tuned.json")
+    linear_config._overrides.clear()
+    assert linear_config.load_overrides(tmp_path / "tuned.json") == 1
+    assert linear_config.select_config(shape, 4, torch.bfloat16, device) == MMA
+    (tmp_path / "broken.json").write_text("{")
+    assert linear_config.load_overrides(tmp_path / "broken.json") == 0
+
+
+@pytest.mark.parametrize("width", [64, 96, 896, 1024, 3072, 4864, 14336])
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_default_configuration_is_valid_for_any_shape(width, num_rows, dtype):
+    for mode in LinearMode:
+        shape = linear_config.LinearShape(mode, 50257, width)
+        assert linear_config.is_valid(linear_config.default_config(shape, num_rows, dtype), shape, num_rows, dtype)

@@ -1,0 +1,126 @@
+"""Row kernels, norms, activations, sampling and its noise, against their torch twins."""
+
+import pytest
+import torch
+
+from graphrunner.kernels import noise, reference, reference_gpu
+from graphrunner.kernels.triton import activation, norms, request_rows, sample
+
+
+def test_norms_and_activations_match_twins(device):
+    x, residual = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device)
+    weight = torch.rand(40, device=device)
+    torch.testing.assert_close(norms.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(norms.rms_norm(x, None, 1e-6), reference.rms_norm(x, None, 1e-6))
+    summed = x + residual
+    torch.testing.assert_close(norms.add_rms_norm(x, residual, weight, 1e-6), reference.rms_norm(summed, weight, 1e-6))
+    torch.testing.assert_close(residual, summed)
+    for is_gelu in (False, True):
+        torch.testing.assert_close(activation.gate_mul(x, is_gelu), reference_gpu.gate_mul(x, is_gelu))
+    ids = torch.tensor([2, 0, -1, 3], dtype=torch.int32, device=device)
+    torch.testing.assert_close(activation.embedding(ids, x, 2.0), reference_gpu.embedding(ids, x, 2.0))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_step_reads_and_advances_the_rows(width, device):
+    rows = torch.tensor([2, 0, 4, 0], dtype=torch.int32, device=device)
+    last = torch.tensor([0, 11, 12, 13, 14], dtype=torch.int32, device=device)
+    computed = torch.tensor([0, 3, 7, 2, 10], dtype=torch.int32, device=device)
+    table = torch.randint(1, 9, (5, 3), dtype=torch.int32, device=device)
+    table[0] = 0
+    draft = torch.randint(0, 50, (4, width - 1), dtype=torch.int32, device=device) if width > 1 else None
+    size = 4 * width
+    out = request_rows.DecodeInputs(
+        torch.empty(size, dtype=torch.int32, device=device),
+        torch.empty(size, dtype=torch.int64, device=device),
+        torch.empty(4, dtype=torch.int32, device=device),
+        torch.empty(size, dtype=torch.int64, device=device),
+    )
+    request_rows.gather_decode_inputs(rows, last, computed, table, 4, out, draft)
+    wanted = reference_gpu.gather_decode_inputs(rows, last, computed, table, 4, draft)
+    for value, twin in zip((out.input_ids, out.positions, out.seq_lens, out.slot_mapping), wanted, strict=True):
+        assert value.tolist() == twin.tolist()
+
+    tokens = torch.randint(0, 50, (4, width), dtype=torch.int32, device=device)
+    num_new = torch.tensor([width, 1, 0, 2], dtype=torch.int32, device=device) if width > 1 else None
+    states = []
+    for advance in (request_rows.advance_rows, reference_gpu.advance_rows):
+        state = (last.clone(), computed.clone(), torch.zeros(2, 16, dtype=torch.int32, device=device))
+        step = torch.tensor([3], dtype=torch.int64, device=device)
+        advance(rows, tokens, *state, step, num_new)
+        states.append([*(part.tolist() for part in state), step.tolist()])
+    assert states[0] == states[1]
+    assert states[0][0][0] == 0 and states[0][1][0] == 0, "the dummy row moved"
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_greedy_takes_the_lowest_of_equals(device):
+    logits = torch.zeros(3, 5000, dtype=torch.bfloat16, device=device)
+    logits[1, [4999, 2049, 70]] = 3.0
+    logits[2] = float("nan")
+    assert sample.greedy_tokens(logits).tolist()[:2] == [0, 70]
+    assert 0 <= sample.greedy_tokens(logits).tolist()[2] < 5000
+
+
+def _rows(device, temperature, top_k, top_p, min_p, seed) -> sample.SamplingRows:
+    return sample.SamplingRows(
+        torch.tensor(temperature, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, device=device),
+        torch.tensor(min_p, device=device),
+        torch.tensor(seed, dtype=torch.int64, device=device),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sampling_matches_twin_alone_and_in_a_batch(dtype, device):
+    logits = (torch.randn(6, 500, device=device) * 3).to(dtype)
+    rows = _rows(
+        device,
+        [0.0, 1.0, 0.7, 1.3, 0.9, 1.0],
+        [0, 0, 5, 0, 20, 0],
+        [1.0, 1.0, 1.0, 0.8, 0.5, 1.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0, 0.2],
+        [1, 2, 3, -4, 5 << 33, 6],
+    )
+    positions = torch.tensor([3, 9, 9, 100, 0, 1], device=device)
+    fields = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
+    tokens = sample.sample_tokens(logits, rows, positions)
+    assert tokens.tolist() == reference_gpu.sample_tokens(logits, *fields, positions).tolist()
+    for row in (1, 4):
+        alone = sample.SamplingRows(*(field[row : row + 1] for field in fields))
+        token = sample.sample_tokens(logits[row : row + 1].contiguous(), alone, positions[row : row + 1])
+        assert token.tolist() == tokens[row : row + 1].tolist()
+
+
+def test_filters_keep_what_the_twin_keeps(device):
+    logits = (torch.randn(4, 300, device=device) * 2).to(torch.bfloat16)
+    rows = _rows(device, [1.0, 0.5, 2.0, 1.0], [1, 10, 0, 300], [1.0, 0.9, 0.3, 1.0], [0.0, 0.0, 0.0, 0.1], [0] * 4)
+    thresholds = sample.filter_thresholds(logits, rows)
+    for i in range(4):
+        wanted = reference_gpu.filter_threshold(
+            logits[i], *(float(f[i]) if f is not rows.top_k else int(f[i]) for f in
+                         (rows.temperature, rows.top_k, rows.top_p, rows.min_p))
+        )  # fmt: skip
+        assert (logits[i] >= thresholds[i]).tolist() == (logits[i].double() >= wanted - 1e-6).tolist()
+
+
+def test_kernel_noise_has_the_twins_bits(device):
+    """Uniform logits expose the noise: the sampled token is the arg-max of the twin's noise."""
+    seeds = torch.arange(-4, 4, device=device) * 7919
+    positions = torch.arange(8, device=device) * 1000
+    rows = _rows(device, [1.0] * 8, [0] * 8, [1.0] * 8, [0.0] * 8, seeds.tolist())
+    tokens = sample.sample_tokens(torch.zeros(8, 3000, device=device), rows, positions)
+    wanted = noise.gumbel_noise(seeds, positions, torch.arange(3000, device=device)).argmax(-1)
+    assert tokens.tolist() == wanted.tolist()
+
+
+def test_noise_is_gumbel():
+    draws = noise.gumbel_noise(torch.arange(64), torch.arange(64), torch.arange(4096)).double()
+    assert torch.isfinite(draws).all()
+    assert abs(draws.mean() - 0.5772) < 0.01 and abs(draws.var() - 1.6449) < 0.03
+    bits = torch.tensor([0, 1, 2**31, 2**32 - 1])
+    v = torch.clamp((bits.double() + 0.5) / 2**32, max=noise.LARGEST_UNIFORM)
+    torch.testing.assert_close(
+        noise.gumbel_from_bits(bits).double(), -torch.log(-torch.log1p(-v)), atol=1e-5, rtol=1e-5
+    )

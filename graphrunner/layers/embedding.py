@@ -1,0 +1,99 @@
+"""From token ids to rows, and from rows to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from graphrunner.layers import ops
+from graphrunner.layers.linear import PackedLinear, Part
+from graphrunner.layers.loading import WeightSlot
+from graphrunner.layers.norm import RMSNorm
+from graphrunner.layers.options import LayerOptions
+from graphrunner.layers.weight import Weight, quantize_int8
+
+
+class Embedding(nn.Module):
+    """Token embeddings: int [T] -> [T, hidden_size]; never quantized, for a step reads only its own rows.
+
+    Args:
+        name: in the checkpoint.
+        scale: multiplies the rows, rounded to the compute dtype first (Gemma).
+    """
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, scale: float, options: LayerOptions) -> None:
+        super().__init__()
+        self.name = name
+        self.shape = (vocab_size, hidden_size)
+        self._options = options
+        self.register_parameter("weight", None)
+        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=options.dtype, device=options.device)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield WeightSlot(f"{self.name}.weight", self.shape, self._put)
+
+    def _put(self, tensor: Tensor) -> None:
+        if self.weight is None:
+            rows = torch.empty(self.shape, dtype=self._options.weight_dtype, device=self._options.device)
+            self.weight = nn.Parameter(rows, requires_grad=False)
+        self.weight.data.copy_(tensor)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = nn.functional.embedding(input_ids, self.weight).to(self._options.dtype)
+        return rows if self._scale is None else rows * self._scale
+
+
+class LMHead(nn.Module):
+    """Final norm, projection onto the vocabulary, optional soft cap: [rows, hidden_size] -> float32 [rows, vocab].
+
+    Args:
+        norm: the model's final norm.
+        embedding: whose matrix is used when the checkpoint ties the two; None for a head with its own weight.
+        soft_cap: logits become cap * tanh(logits / cap).
+    """
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        vocab_size: int,
+        hidden_size: int,
+        embedding: Embedding | None,
+        soft_cap: float | None,
+        options: LayerOptions,
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.soft_cap = soft_cap
+        self._options = options
+        # A plain tuple keeps the tied module out of this module's own parameters.
+        self._tied = (embedding,) if embedding is not None else ()
+        self.proj = None if embedding else PackedLinear((Part("lm_head", vocab_size),), hidden_size, False, options)
+        self.packed: Weight | None = None
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield from self.norm.weight_slots()
+        if self.proj is not None:
+            yield from self.proj.weight_slots()
+
+    def finish_load(self) -> None:
+        """Take the loaded matrix; a tied one is packed a second time when projections are quantized."""
+        if self.proj is not None:
+            self.packed = self.proj.packed
+            return
+        dense = self._tied[0].weight.data
+        if not self._options.is_int8:
+            self.packed = Weight(dense)
+            return
+        fresh = quantize_int8(dense, self._options.int8_group_size)
+        if self.packed is None:
+            self.packed = fresh
+            return
+        assert self.packed.scale is not None and fresh.scale is not None
+        self.packed.data.copy_(fresh.data)
+        self.packed.scale.copy_(fresh.scale)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        logits = ops.norm_linear(rows, self.norm.weight, self.norm.eps, self.packed, None).float()
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -1,0 +1,62 @@
+"""How a checkpoint's tensors find their place: every module names its slots, the model fills each exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from graphrunner.core.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """A place for one checkpoint tensor.
+
+    Attributes:
+        name: of the tensor in the checkpoint, relative to the module that yields the slot.
+        shape: that it must have.
+        put: takes the tensor; copies it, so the source may be a view of a mapped file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    put: Callable[[Tensor], None]
+
+
+class HasWeightSlots(Protocol):
+    """A module that takes tensors of a checkpoint."""
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor the module needs."""
+
+
+def prefixed(prefix: str, *modules: HasWeightSlots) -> Iterator[WeightSlot]:
+    """The slots of `modules` under a longer name."""
+    for module in modules:
+        for slot in module.weight_slots():
+            yield WeightSlot(prefix + slot.name, slot.shape, slot.put)
+
+
+def fill_slots(slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill every slot from a stream of named tensors, in the stream's order.
+
+    Raises:
+        ModelLoadError: a tensor that has no slot, comes twice, has another shape, or never comes.
+    """
+    waiting = {slot.name: slot for slot in slots}
+    filled: set[str] = set()
+    for name, tensor in weights:
+        slot = waiting.pop(name, None)
+        if slot is None:
+            problem = "comes twice" if name in filled else "is not part of the architecture"
+            raise ModelLoadError(f"tensor {name} {problem}")
+        if tuple(tensor.shape) != slot.shape:
+            raise ModelLoadError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(slot.shape)}")
+        slot.put(tensor)
+        filled.add(name)
+    if waiting:
+        others = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+        raise ModelLoadError(f"tensor {next(iter(waiting))} is missing{others}")

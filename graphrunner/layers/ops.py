@@ -1,0 +1,70 @@
+"""The fused ops that layers are written in; the one place that knows which device has which kernels.
+
+Shape legend as in kernels/reference.py: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from graphrunner.kernels import reference
+from graphrunner.kernels.cpu import ops as cpu_ops
+from graphrunner.layers.weight import Weight
+
+
+@cache
+def _gpu_kernels() -> ModuleType:
+    from graphrunner.kernels.triton import gpu_ops
+
+    return gpu_ops
+
+
+def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight.data if weight.scale is None else reference.dequantize_int8(weight.data, weight.scale).to(dtype)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
+    """rms_norm(x) @ weight.T + bias; no norm when norm_weight is None. [T, K] -> [T, N], dtype of x."""
+    if x.device.type == "cpu":
+        return cpu_ops.norm_linear(x, norm_weight, eps, weight.data, bias, weight.scale)
+    if x.is_cuda and weight.is_dense:
+        return _gpu_kernels().norm_linear(x, norm_weight, eps, weight.data, bias)
+    return reference.norm_linear(x, norm_weight, eps, _dense(weight, x.dtype), bias)
+
+
+def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:
+    """act(gate) * up of rms_norm(x); rows of the weight [2N, K] are [gate; up]. [T, K] -> [T, N]."""
+    if x.device.type == "cpu":
+        return cpu_ops.norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation, gate_up_weight.scale)
+    if x.is_cuda and gate_up_weight.is_dense:
+        return _gpu_kernels().norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation)
+    return reference.norm_gate_up(x, norm_weight, eps, _dense(gate_up_weight, x.dtype), activation)
+
+
+def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + x @ weight.T + bias. [T, K], [T, N] -> [T, N]. May write into `residual`: use only the result."""
+    if x.device.type == "cpu":
+        return cpu_ops.linear_residual(x, weight.data, bias, residual, weight.scale)
+    if x.is_cuda and weight.is_dense:
+        return _gpu_kernels().linear_residual(x, weight.data, bias, residual)
+    return reference.linear_residual(x, _dense(weight, x.dtype), bias, residual)
+
+
+def norm_residual(x: Tensor, norm_weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+    """residual + rms_norm(x), both [T, K]. May write into `residual`: use only the result."""
+    if x.device.type == "cpu":
+        return cpu_ops.rms_norm(x, norm_weight, eps).add_(residual)
+    if x.is_cuda:
+        return _gpu_kernels().rms_norm(x, norm_weight, eps).add_(residual)
+    return residual + reference.rms_norm(x, norm_weight, eps)
+
+
+def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up where the projection had a bias and could not be fused. [T, 2N] -> [T, N]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    functional = torch.nn.functional
+    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up

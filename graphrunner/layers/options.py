@@ -1,0 +1,26 @@
+"""What every layer of a model is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """Compute dtype, place, and packing of the projections.
+
+    Attributes:
+        dtype: of activations.
+        weight_dtype: of dense matrices as they are kept; kernels widen them as they read.
+        device: where weights live.
+        is_int8: projections keep int8 weights with float32 scales.
+        int8_group_size: inputs that share a scale; 0 is one scale per output row.
+    """
+
+    dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    is_int8: bool = False
+    int8_group_size: int = 0

@@ -136,6 +136,13 @@ def rope_store_attention(
     )
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Greedy token of each row, the first of equals: float [T, V] -> int64 [T]."""
+    if _is_served(logits):
+        return torch.ops.graphrunner.cpu_argmax.default(logits)
+    return logits.argmax(-1)
+
+
 def _is_served(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and is_available()
 
@@ -165,6 +172,10 @@ def _register_shape_functions() -> bool:
     @torch.library.register_fake("graphrunner::cpu_rms_norm")
     def _rms_norm(x, norm_weight, eps):  # type: ignore[no-untyped-def]
         return torch.empty_like(x)
+
+    @torch.library.register_fake("graphrunner::cpu_argmax")
+    def _argmax(logits):  # type: ignore[no-untyped-def]
+        return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
     @torch.library.register_fake("graphrunner::cpu_rope_store_attention")
     def _rope_store_attention(qkv, cos, sin, q_norm, k_norm, norm_eps, k_cache, *rest):  # type: ignore[no-untyped-def]

@@ -26,6 +26,7 @@ from graphrunner.kernels.triton.attention_common import (
     softmax_step,
     to_cache,
 )
+from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
 
 MAX_QUERY_WIDTH = 8
 _MAX_SPLITS = 64
@@ -88,13 +89,13 @@ def _new_tokens_visible(
     return is_visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "max_pages", "SPLITS"])
 def _decode_attention_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, slot_mapping_ptr,
     positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, tree_mask_ptr, out_ptr, lse_ptr, max_pages, T,
-    scale_log2, eps, soft_cap, v_scale, inverse_k_scale, inverse_v_scale, window,
+    scale_log2, eps, soft_cap, v_scale, inverse_k_scale, inverse_v_scale, window, SPLITS,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, NEW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, NEW: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, PAGE: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_TREE: tl.constexpr, IS_FP8: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +163,7 @@ def _decode_attention_kernel(
         out_ptr + row[:, None] * D + d[None, :], result.to(out_ptr.dtype.element_ty),
         mask=is_row[:, None] & (d < D)[None, :],
     )  # fmt: skip
-    if SPLITS > 1:
+    if IS_SPLIT:
         lse = tl.where(total > 0.0, m + tl.log2(tl.maximum(total, 1.0e-30)), -1.0e30)
         tl.store(lse_ptr + row, lse, mask=is_row)
 
@@ -190,16 +191,44 @@ def _combine_kernel(
     tl.store(out_ptr + i * D + d, joined.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def default_decode_config(num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
+def default_decode_config(
+    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> DecodeAttentionConfig:
     """Splits that fill the card about twice, from sizes a graph key fixes; tiles that leave room for two programs."""
-    pairs = num_requests * num_kv_heads
-    wanted = 2 * runtime.num_multiprocessors(device) / pairs
-    num_splits = 1
-    while num_splits * 2 <= wanted and num_splits < _MAX_SPLITS:
-        num_splits *= 2
+    num_splits = _num_splits(2 * runtime.num_multiprocessors(device), num_requests * num_kv_heads)
     padded_dim = triton.next_power_of_2(head_dim)
     block_n = max(16, min(128 if padded_dim <= 64 else 64, 8192 // padded_dim) // (2 if dtype.itemsize == 4 else 1))
     return DecodeAttentionConfig(num_splits, block_n)
+
+
+def attention_key(
+    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Name of one entry of the table of measured configurations; requests are bucketed by powers of four."""
+    bucket = next((size for size in (1, 4, 16, 64) if num_requests <= size), 256)
+    return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/requests{bucket}"
+
+
+def select_decode_config(
+    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> DecodeAttentionConfig:
+    """The measured tiles for these sizes, else the default; the splits always follow from the sizes themselves."""
+    default = default_decode_config(num_requests, num_kv_heads, head_dim, device, dtype)
+    row = TUNED_ATTENTION.get(attention_key(num_requests, num_kv_heads, head_dim, device, dtype))
+    if row is None:
+        return default
+    programs_per_multiprocessor, block_n, num_warps, num_stages = row
+    pairs = num_requests * num_kv_heads
+    num_splits = _num_splits(programs_per_multiprocessor * runtime.num_multiprocessors(device), pairs)
+    return DecodeAttentionConfig(num_splits, block_n, num_warps, num_stages)
+
+
+def _num_splits(num_programs: float, pairs: int) -> int:
+    """The largest power of two that keeps the grid within num_programs."""
+    num_splits = 1
+    while num_splits * 2 * pairs <= num_programs and num_splits < _MAX_SPLITS:
+        num_splits *= 2
+    return num_splits
 
 
 def _flags(layer: AttentionLayer, metadata: DecodeMetadata, k_cache: Tensor) -> dict[str, bool]:
@@ -238,36 +267,75 @@ def decode_attention(
     check_cache(k_cache, v_cache)
     assert qkv.is_contiguous() and metadata.query_width <= MAX_QUERY_WIDTH
     num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if config is None:
+        config = select_decode_config(metadata.seq_lens.shape[0], num_kv_heads, head_dim, qkv.device, qkv.dtype)
+    out = qkv.new_empty(num_tokens, num_q_heads * head_dim)
+    if config.num_splits == 1:
+        prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, (out, out)).run()
+        return out
+    partial = qkv.new_empty(config.num_splits, num_tokens, num_q_heads, head_dim, dtype=torch.float32)
+    lse = qkv.new_empty(config.num_splits, num_tokens, num_q_heads, dtype=torch.float32)
+    prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, (partial, lse)).run()
+    num_heads = num_tokens * num_q_heads
+    pdl = runtime.use_dependent_launch(qkv.device)
+    _combine_kernel[(num_heads,)](
+        partial, lse, out, num_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), SPLITS=config.num_splits,
+        SP=triton.next_power_of_2(config.num_splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def prepare_decode_attention(
+    qkv: Tensor,
+    layer: AttentionLayer,
+    caches: tuple[Tensor, Tensor],
+    metadata: DecodeMetadata,
+    config: DecodeAttentionConfig,
+    device: torch.device,
+    outputs: tuple[Tensor, Tensor],
+) -> runtime.Launch:
+    """The launch of the attention kernel proper.
+
+    Args:
+        qkv, layer, caches, metadata: as decode_attention; meta tensors do for compiling.
+        config: launch configuration.
+        device: where it will run.
+        outputs: the result twice for one split, else float32 partials [splits, T, Hq, D] and their log-sums
+            [splits, T, Hq].
+    """
+    k_cache, v_cache = caches
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     width, num_requests = metadata.query_width, metadata.seq_lens.shape[0]
-    if config is None:
-        config = default_decode_config(num_requests, num_kv_heads, head_dim, qkv.device, qkv.dtype)
-    pdl = runtime.use_dependent_launch(qkv.device)
-    out = qkv.new_empty(num_tokens, num_q_heads * head_dim)
-    partial, lse = out, out
-    if config.num_splits > 1:
-        partial = qkv.new_empty(config.num_splits, num_tokens, num_q_heads, head_dim, dtype=torch.float32)
-        lse = qkv.new_empty(config.num_splits, num_tokens, num_q_heads, dtype=torch.float32)
-    padded_dim = triton.next_power_of_2(head_dim)
-    _decode_attention_kernel[(config.num_splits, num_kv_heads, num_requests)](
+    tables = (layer.cos, layer.sin, layer.q_norm_weight, layer.k_norm_weight, metadata.tree_mask)
+    pdl = runtime.use_dependent_launch(device)
+    operands = (
         qkv, k_cache, v_cache, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.slot_mapping,
-        metadata.positions, *(_or(t, qkv) for t in (layer.cos, layer.sin, layer.q_norm_weight, layer.k_norm_weight)),
-        _or(metadata.tree_mask, qkv), partial, lse, metadata.page_table.shape[1], num_tokens,
-        layer.scale * LOG2_E * layer.k_scale, layer.norm_eps, layer.soft_cap, layer.v_scale, 1.0 / layer.k_scale,
-        1.0 / layer.v_scale, layer.sliding_window, HQ=num_q_heads, HK=num_kv_heads, D=head_dim, DP=padded_dim,
-        HALF=layer.half_rotary_dim, WIDTH=width, NEW=16, BLOCK_N=config.block_n, SPLITS=config.num_splits,
-        ROWS=max(16, triton.next_power_of_2(num_q_heads // num_kv_heads * width)), PAGE=page_size,
-        STAGES=config.num_stages, PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
-        **_flags(layer, metadata, k_cache),
+        metadata.positions, *(_or(table, qkv) for table in tables), *outputs, metadata.page_table.shape[1],
+        qkv.shape[0], layer.scale * LOG2_E * layer.k_scale, layer.norm_eps, layer.soft_cap, layer.v_scale,
+        1.0 / layer.k_scale, 1.0 / layer.v_scale, layer.sliding_window, config.num_splits,
     )  # fmt: skip
-    if config.num_splits > 1:
-        num_heads = num_tokens * num_q_heads
-        _combine_kernel[(num_heads,)](
-            partial, lse, out, num_heads, D=head_dim, DP=padded_dim, SPLITS=config.num_splits,
-            SP=triton.next_power_of_2(config.num_splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
-    return out
+    settings = _flags(layer, metadata, k_cache) | {
+        "HQ": num_q_heads,
+        "HK": num_kv_heads,
+        "D": head_dim,
+        "DP": triton.next_power_of_2(head_dim),
+        "HALF": layer.half_rotary_dim,
+        "WIDTH": width,
+        "ROWS": max(16, triton.next_power_of_2(num_q_heads // num_kv_heads * width)),
+        "NEW": 16,
+        "BLOCK_N": config.block_n,
+        "IS_SPLIT": config.num_splits > 1,
+        "PAGE": page_size,
+        "STAGES": config.num_stages,
+        "PDL": pdl,
+        "num_warps": config.num_warps,
+        "launch_pdl": pdl,
+    }
+    grid = (config.num_splits, num_kv_heads, num_requests)
+    return runtime.Launch(_decode_attention_kernel, grid, operands, settings)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -71,31 +71,35 @@ def num_programs(config: LinearConfig, shape: LinearShape, device: torch.device)
     return num_tiles
 
 
-def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartials | None = None) -> None:
-    """Run one fused kernel; config.kind is not LIBRARY.
+def prepare_linear(
+    call: LinearCall, config: LinearConfig, device: torch.device, partials: ArgmaxPartials | None = None
+) -> runtime.Launch:
+    """The launch of one fused kernel; config.kind is not LIBRARY.
 
-    In graph: yes. Sync: none. Aliasing: call.out may be call.residual.
+    Args:
+        call: operands; meta tensors do for compiling.
+        config: which kernel, with which tiles.
+        device: where it will run.
+        partials: written by ARGMAX.
     """
     num_rows, width = call.x.shape
     assert call.x.is_contiguous() and call.weight.is_contiguous() and call.out.is_contiguous()
-    shape = call.shape
-    dummy = call.out  # a pointer for the operands this mode does not read
-    pdl = runtime.use_dependent_launch(call.x.device)
+    unread = call.out  # a pointer for the operands this mode does not read
+    pdl = runtime.use_dependent_launch(device)
     operands = (
         call.x,
-        call.norm_weight if call.norm_weight is not None else dummy,
+        call.norm_weight if call.norm_weight is not None else unread,
         call.weight,
-        call.bias if call.bias is not None else dummy,
-        call.residual if call.residual is not None else dummy,
+        call.bias if call.bias is not None else unread,
+        call.residual if call.residual is not None else unread,
         call.out,
-        partials.values if partials is not None else dummy,
-        partials.indices if partials is not None else dummy,
-        shape.num_outputs,
+        partials.values if partials is not None else unread,
+        partials.indices if partials is not None else unread,
+        call.shape.num_outputs,
         call.eps,
     )
     settings = {
         "K": width,
-        "ROWS": num_rows,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
@@ -105,15 +109,24 @@ def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartia
         "HAS_BIAS": call.bias is not None,
         "TRIGGER": config.trigger,
         "PDL": pdl,
+        "num_warps": config.num_warps,
+        "launch_pdl": pdl,
     }
-    grid = (num_programs(config, shape, call.x.device),)
-    options = {"num_warps": config.num_warps, "launch_pdl": pdl}
+    grid = (num_programs(config, call.shape, device),)
     if config.kind is LinearKind.VECTOR:
-        vector_linear_kernel[grid](*operands, **settings, **options)
-        return
+        return runtime.Launch(vector_linear_kernel, grid, operands, settings | {"ROWS": num_rows})
     kernel = mma_linear_kernel if config.kind is LinearKind.MMA else warpgroup_linear_kernel
     block_b = max(8, triton.next_power_of_2(num_rows))
-    kernel[grid](*operands, **settings, BLOCK_B=block_b, SLICES=config.slices, **options)
+    settings |= {"BLOCK_B": block_b, "SLICES": config.slices}
+    return runtime.Launch(kernel, grid, (*operands, num_rows), settings)
+
+
+def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartials | None = None) -> None:
+    """Run one fused kernel; config.kind is not LIBRARY.
+
+    In graph: yes. Sync: none. Aliasing: call.out may be call.residual.
+    """
+    prepare_linear(call, config, call.x.device, partials).run()
 
 
 def _config(call: LinearCall) -> LinearConfig:

@@ -156,7 +156,7 @@ def _weighted(x, norm_weight, dtype: tl.constexpr):
 @triton.jit
 def _mma_epilogue(
     y, up, squares, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
+    ROWS, K: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Finish a [BLOCK_N, B] tile: norm factor, bias, gate or residual, store, argmax partial."""
@@ -186,10 +186,10 @@ def _mma_epilogue(
         tl.store(index_ptr + slot, index, mask=b < ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def mma_linear_kernel(
-    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps, ROWS,
+    K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -238,14 +238,14 @@ def mma_linear_kernel(
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
     _mma_epilogue(
         tl.sum(acc, 0), tl.sum(up_acc, 0), tl.sum(squares, 0), n, b, bias_ptr, residual_ptr, out_ptr, value_ptr,
-        index_ptr, N, eps, K, ROWS, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
+        index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def warpgroup_linear_kernel(
-    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps, ROWS,
+    K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -290,5 +290,5 @@ def warpgroup_linear_kernel(
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
     _mma_epilogue(
         acc, up_acc, squares, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
-        K, ROWS, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
+        ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip

@@ -1,9 +1,12 @@
 """What the launchers need to know about the device a kernel will run on."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH = (9, 0)
 _FIRST_CAPABILITY_WITH_FP8 = (8, 9)
@@ -55,3 +58,28 @@ def device_key(device: torch.device) -> str:
 def largest_power_of_two_divisor(value: int) -> int:
     """The largest power of two that divides value (> 0)."""
     return value & -value
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with everything it is launched with; tuners compile it ahead, launchers run it.
+
+    Attributes:
+        kernel: the jitted function.
+        grid: programs along each axis.
+        operands: positional arguments.
+        settings: constexprs and launch options.
+    """
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    operands: tuple[Tensor | int | float, ...]
+    settings: dict[str, int | bool]
+
+    def run(self) -> None:
+        """Launch on the current stream."""
+        self.kernel[self.grid](*self.operands, **self.settings)
+
+    def compile(self) -> None:
+        """Compile without running; operands may be meta tensors. Fills Triton's on-disk cache."""
+        self.kernel.warmup(*self.operands, grid=self.grid, **self.settings)

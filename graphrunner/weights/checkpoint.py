@@ -1,0 +1,239 @@
+"""Reading a checkpoint: one lazy stream of (Hugging Face name, weight), whatever the file format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphrunner.config.model_config import ModelConfig
+from graphrunner.core.errors import ModelLoadError
+from graphrunner.weights.dummy import iterate_dummy
+from graphrunner.weights.gguf_names import HFTensor, to_hf
+from graphrunner.weights.gguf_quants import dequantize
+from graphrunner.weights.gguf_reader import GGUFFile, GGUFTensor
+from graphrunner.weights.memory import check_fits
+from graphrunner.weights.progress import OnProgress
+from graphrunner.weights.safetensors_reader import iterate_entries, read_entries
+from graphrunner.weights.shapes import expected_shapes
+from graphrunner.weights.source import ModelSource, SourceKind
+
+# The text half of a vision checkpoint: longest first, so that the more specific one wins.
+_TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+
+
+class Rounding(StrEnum):
+    """What happens to weights between the file and the compute dtype.
+
+    AUTO rounds the embedded model to bf16, the precision it was trained in and its golden outputs are stated for,
+    and leaves every other checkpoint alone.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """One weight that will be read: its final name and shape, and what it takes in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where weights go and what they become."""
+
+    dtype: torch.dtype
+    device: torch.device
+    round_to: torch.dtype | None
+
+    def convert(self, weight: Tensor) -> Tensor:
+        if self.round_to is not None:
+            weight = weight.to(self.round_to)
+        return weight.to(device=self.device, dtype=self.dtype)
+
+
+def iterate_weights(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    rounding: Rounding = Rounding.AUTO,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight once, in the file's order.
+
+    Args:
+        source: from resolve_source.
+        config: from load_model_config; native architectures are checked against it before anything is read.
+        dtype: of the yielded weights; integer tensors keep theirs.
+        device: where they are put. GGUF blocks are decoded there.
+        seed: of dummy weights.
+        on_progress: see progress.OnProgress.
+
+    Returns:
+        (name, float [shape of the checkpoint]); tied heads and unused buffers are left out. Aliasing: a CPU weight
+        may be a view of the mapped file; copy what you change.
+
+    Raises:
+        ModelLoadError: does not fit in memory, a tensor is missing, misshapen, unknown or unreadable.
+    """
+    target = _Target(dtype, torch.device(device), _round_to(source, rounding))
+    if source.kind is SourceKind.DUMMY:
+        return _iterate_dummy(source, config, target, seed, on_progress)
+    if source.kind is SourceKind.GGUF:
+        return _iterate_gguf(source, config, target, on_progress)
+    if source.kind is SourceKind.SAFETENSORS:
+        return _iterate_safetensors(source, config, target, on_progress)
+    return _iterate_pickle(source, config, target, on_progress)
+
+
+def _round_to(source: ModelSource, rounding: Rounding) -> torch.dtype | None:
+    is_rounded = rounding is Rounding.BF16 or (rounding is Rounding.AUTO and source.is_embedded)
+    return torch.bfloat16 if is_rounded else None
+
+
+def _iterate_dummy(
+    source: ModelSource, config: ModelConfig, target: _Target, seed: int, on_progress: OnProgress | None
+) -> Iterator[tuple[str, Tensor]]:
+    if not config.is_native:
+        raise ModelLoadError(f"{source.name}: dummy weights of {config.architecture} are filled by its own model")
+    pending = [_Pending(n, s, math.prod(s) * target.dtype.itemsize) for n, s in expected_shapes(config).items()]
+    progress = _begin(source, config, target, pending, on_progress)
+    for (name, weight), one in zip(iterate_dummy(config, target.dtype, target.device, seed), pending, strict=True):
+        yield name, weight
+        progress.add(one)
+
+
+def _iterate_gguf(
+    source: ModelSource, config: ModelConfig, target: _Target, on_progress: OnProgress | None
+) -> Iterator[tuple[str, Tensor]]:
+    file = GGUFFile(source.path)
+    architecture = str(file.metadata["general.architecture"])
+    wanted: list[tuple[GGUFTensor, HFTensor, _Pending]] = []
+    for tensor in file.tensors.values():
+        hf_tensor = to_hf(tensor.name, architecture, config.num_q_heads, config.num_kv_heads)
+        if hf_tensor is not None:
+            wanted.append((tensor, hf_tensor, _Pending(hf_tensor.name, tensor.shape, tensor.num_bytes)))
+    progress = _begin(source, config, target, [one for _, _, one in wanted], on_progress)
+    for tensor, hf_tensor, one in wanted:
+        # A norm stored as w + 1 must lose the one before it is rounded, not after.
+        is_rounded_later = hf_tensor.is_norm_plus_one
+        decoded = torch.empty(
+            tensor.shape, dtype=torch.float32 if is_rounded_later else target.dtype, device=target.device
+        )
+        dequantize(file.raw(tensor), tensor.kind, decoded, None if is_rounded_later else target.round_to)
+        yield hf_tensor.name, target.convert(hf_tensor.restore(decoded))
+        progress.add(one)
+
+
+def _iterate_safetensors(
+    source: ModelSource, config: ModelConfig, target: _Target, on_progress: OnProgress | None
+) -> Iterator[tuple[str, Tensor]]:
+    wanted = {}
+    for entry in read_entries(source.weight_files):
+        name = _final_name(entry.name, config)
+        if name is not None:
+            wanted[entry.name] = (entry, _Pending(name, entry.shape, entry.num_bytes))
+    progress = _begin(source, config, target, [one for _, one in wanted.values()], on_progress)
+    for entry, tensor in iterate_entries([entry for entry, _ in wanted.values()]):
+        one = wanted[entry.name][1]
+        yield one.name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
+        progress.add(one)
+
+
+def _iterate_pickle(
+    source: ModelSource, config: ModelConfig, target: _Target, on_progress: OnProgress | None
+) -> Iterator[tuple[str, Tensor]]:
+    wanted: list[tuple[Tensor, _Pending]] = []
+    for path in source.weight_files:
+        for stored_name, tensor in _load_pickle(path).items():
+            name = _final_name(stored_name, config)
+            if name is not None:
+                wanted.append((tensor, _Pending(name, tuple(tensor.shape), tensor.nbytes)))
+    progress = _begin(source, config, target, [one for _, one in wanted], on_progress)
+    for tensor, one in wanted:
+        yield one.name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
+        progress.add(one)
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a broken pickle can raise nearly anything
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelLoadError(f"{path}: cannot be read as PyTorch weights: {first_line[:160]}") from error
+    if not isinstance(loaded, dict):
+        raise ModelLoadError(f"{path}: holds {type(loaded).__name__}, not a table of weights")
+    return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+
+def _final_name(stored_name: str, config: ModelConfig) -> str | None:
+    """The name a native model expects; None for a tensor it does not use. Other architectures keep every name."""
+    if not config.is_native:
+        return stored_name
+    name = stored_name
+    for prefix, replacement in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            name = replacement + name.removeprefix(prefix)
+            break
+    is_text = name.startswith("model.layers.") or name in (
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
+    is_buffer = name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".masked_bias"))
+    is_tied_head = name == "lm_head.weight" and config.tie_embeddings
+    return name if is_text and not is_buffer and not is_tied_head else None
+
+
+class _Progress:
+    """Adds up bytes and tells the callback."""
+
+    def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
+        self._done_bytes = 0
+        self._total_bytes = total_bytes
+        self._on_progress = on_progress
+
+    def add(self, one: _Pending) -> None:
+        self._done_bytes += one.num_bytes
+        if self._on_progress is not None:
+            self._on_progress(self._done_bytes, self._total_bytes, one.name)
+
+
+def _begin(
+    source: ModelSource,
+    config: ModelConfig,
+    target: _Target,
+    pending: list[_Pending],
+    on_progress: OnProgress | None,
+) -> _Progress:
+    """Check names, shapes and memory before the first byte of data is read."""
+    if config.is_native:
+        _check_complete(source.name, expected_shapes(config), {one.name: one.shape for one in pending})
+    check_fits(source.name, sum(math.prod(one.shape) for one in pending), target.dtype, target.device)
+    return _Progress(sum(one.num_bytes for one in pending), on_progress)
+
+
+def _check_complete(name: str, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
+    for tensor_name, shape in expected.items():
+        if tensor_name not in found:
+            raise ModelLoadError(f"{name}: tensor {tensor_name} is missing")
+        if found[tensor_name] != shape:
+            raise ModelLoadError(
+                f"{name}: tensor {tensor_name} has shape {list(found[tensor_name])}, the config says {list(shape)}"
+            )
+    unknown = sorted(set(found) - set(expected))
+    if unknown:
+        raise ModelLoadError(f"{name}: tensor {unknown[0]} ({len(unknown)} such) is not part of the architecture")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphrunner.attention.backend import AttentionBackend, AttentionSpec, GraphSupport
+from graphrunner.attention.torch_attention import used_columns
 from graphrunner.core.forward_batch import ForwardBatch, KVLayer
 from graphrunner.kernels.cpu import ops
 
@@ -16,6 +17,8 @@ class CpuAttention(AttentionBackend):
     graph_support = GraphSupport.ALWAYS
 
     def forward(self, spec: AttentionSpec, qkv: torch.Tensor, kv: KVLayer, batch: ForwardBatch) -> torch.Tensor:
+        # The kernel reads only visible keys; the twin, which other dtypes get, pays for every column.
+        page_table = batch.page_table if qkv.dtype is torch.float32 else used_columns(batch, kv)
         return ops.rope_store_attention(
             qkv,
             spec.rope_cos,
@@ -30,7 +33,7 @@ class CpuAttention(AttentionBackend):
             batch.query_start_loc,
             batch.seq_lens,
             batch.request_rows,
-            batch.page_table,
+            page_table,
             spec.scale,
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,

@@ -110,7 +110,12 @@ class BlockBuilder:
             Part("mlp.up_proj", config.intermediate_size),
         )
         return NormGateUp(
-            self.norm(norm), parts, config.hidden_size, config.mlp_bias, config.activation.value, self.options
+            self.norm(norm),
+            parts,
+            config.hidden_size,
+            has_bias=config.mlp_bias,
+            activation=config.activation.value,
+            options=self.options,
         )
 
     def down_proj(self) -> LinearResidual:

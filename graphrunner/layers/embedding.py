@@ -29,7 +29,7 @@ class Embedding(nn.Module):
         self.shape = (vocab_size, hidden_size)
         self._options = options
         self.register_parameter("weight", None)
-        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=options.dtype, device=options.device)
+        self._scale = torch.tensor(scale).to(options.dtype).item()
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield WeightSlot(f"{self.name}.weight", self.shape, self._put)
@@ -41,8 +41,7 @@ class Embedding(nn.Module):
         self.weight.data.copy_(tensor)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        rows = nn.functional.embedding(input_ids, self.weight).to(self._options.dtype)
-        return rows if self._scale is None else rows * self._scale
+        return ops.embedding(input_ids, self.weight, self._scale, self._options.dtype)
 
 
 class LMHead(nn.Module):
@@ -59,6 +58,7 @@ class LMHead(nn.Module):
         norm: RMSNorm,
         vocab_size: int,
         hidden_size: int,
+        *,
         embedding: Embedding | None,
         soft_cap: float | None,
         options: LayerOptions,

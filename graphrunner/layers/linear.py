@@ -119,6 +119,7 @@ class NormGateUp(PackedLinear):
         norm: RMSNorm,
         parts: tuple[Part, Part],
         num_inputs: int,
+        *,
         has_bias: bool,
         activation: str,
         options: LayerOptions,

@@ -27,6 +27,14 @@ def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight.data if weight.scale is None else reference.dequantize_int8(weight.data, weight.scale).to(dtype)
 
 
+def embedding(input_ids: Tensor, table: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Rows of the table [V, K] times scale. int [T] -> [T, K] of `dtype`, memory of its own."""
+    if table.is_cuda and table.dtype is dtype:
+        return _gpu_kernels().embedding(input_ids, table, scale)
+    rows = torch.nn.functional.embedding(input_ids, table).to(dtype)
+    return rows if scale == 1.0 else rows * scale
+
+
 def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """rms_norm(x) @ weight.T + bias; no norm when norm_weight is None. [T, K] -> [T, N], dtype of x."""
     if x.device.type == "cpu":

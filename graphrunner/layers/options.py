@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
@@ -21,6 +23,6 @@ class LayerOptions:
 
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     is_int8: bool = False
     int8_group_size: int = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
+from graphrunner.attention.backend import GraphSupport
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.shape_key import ForwardMode
@@ -52,6 +53,8 @@ class CausalLM(nn.Module):
 
     norm_offset = 0.0
     """Added to the checkpoint's norm weights."""
+    graph_support = GraphSupport.ALWAYS
+    """What the model's own code can do inside a graph; its attention backend may allow less."""
 
     def __init__(self, config: ModelConfig, options: ModelOptions) -> None:
         super().__init__()
@@ -75,7 +78,14 @@ class CausalLM(nn.Module):
         )
         norm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, options.device, self.norm_offset)
         tied = self.embed_tokens if config.tie_embeddings else None
-        self.head = LMHead(norm, config.vocab_size, config.hidden_size, tied, config.final_soft_cap, layer_options)
+        self.head = LMHead(
+            norm,
+            config.vocab_size,
+            config.hidden_size,
+            embedding=tied,
+            soft_cap=config.final_soft_cap,
+            options=layer_options,
+        )
 
     @abstractmethod
     def build_layer(self, block: BlockBuilder) -> DecoderLayer:

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 
 from graphrunner.core.errors import ConfigError
+from graphrunner.layers.options import CPU
 
 
 class Quantization(Enum):
@@ -47,7 +48,7 @@ class ModelOptions:
 
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     num_positions: int | None = None
     quantization: Quantization = Quantization.NONE
     int8_group_size: int = 0

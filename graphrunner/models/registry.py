@@ -1,15 +1,25 @@
-"""Which file an architecture is in. A new one is one line here."""
+"""Which file an architecture is in, and how a found checkpoint becomes a model. A new file is one line here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from importlib import import_module
 from types import MappingProxyType
+from typing import Protocol
 
+from torch import Tensor
+
+from graphrunner.attention.backend import GraphSupport
 from graphrunner.config.model_config import ModelConfig
-from graphrunner.core.errors import ModelLoadError
+from graphrunner.core.errors import ConfigError, ModelLoadError
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.kvcache.pool import KVSpec
 from graphrunner.models.causal_lm import CausalLM
 from graphrunner.models.options import ModelOptions
+from graphrunner.weights.checkpoint import iterate_weights
+from graphrunner.weights.progress import OnProgress
+from graphrunner.weights.source import ModelSource, SourceKind
 
 NATIVE_MODELS: Mapping[str, str] = MappingProxyType(
     {
@@ -23,6 +33,29 @@ NATIVE_MODELS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Architecture, as a checkpoint's config names it, to the module of this package that holds the class."""
+
+
+class ModelImpl(Enum):
+    """Whose code runs the model."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
+class LanguageModel(Protocol):
+    """What everyone above models may use: `CausalLM` and `TransformersCausalLM` are both this."""
+
+    config: ModelConfig
+    options: ModelOptions
+    kv_spec: KVSpec
+    graph_support: GraphSupport
+
+    def __call__(self, batch: ForwardBatch, only_logits_rows: bool = False) -> Tensor:
+        """See `CausalLM.forward`."""
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
 
 
 def native_model_class(architecture: str) -> type[CausalLM] | None:
@@ -41,7 +74,46 @@ def build_model(config: ModelConfig, options: ModelOptions) -> CausalLM:
     """
     model_class = native_model_class(config.architecture)
     if model_class is None:
-        raise ModelLoadError(
-            f"architecture {config.architecture} has no native model; known: {', '.join(NATIVE_MODELS)}"
-        )
+        known = ", ".join(NATIVE_MODELS)
+        raise ModelLoadError(f"architecture {config.architecture} has no native model; known: {known}")
     return model_class(config, options)
+
+
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    options: ModelOptions,
+    *,
+    impl: ModelImpl = ModelImpl.AUTO,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> LanguageModel:
+    """Build the model that `source` holds and fill it.
+
+    Args:
+        source, config: from weights.source.
+        options: where and in which numbers it runs.
+        impl: AUTO prefers a native file and falls back to transformers.
+        seed: of dummy weights.
+
+    Raises:
+        ModelLoadError: something of the checkpoint is missing, unknown or does not fit.
+        ConfigError: `impl` or the quantization cannot be had for this checkpoint.
+    """
+    is_native = native_model_class(config.architecture) is not None and impl is not ModelImpl.TRANSFORMERS
+    if is_native:
+        model = build_model(config, options)
+        dtype = options.weight_dtype or options.dtype
+        model.load_weights(
+            iterate_weights(source, config, dtype=dtype, device=options.device, seed=seed, on_progress=on_progress)
+        )
+        return model
+    if impl is ModelImpl.NATIVE:
+        raise ConfigError("model_impl", impl.value, f"{config.architecture} has no native model; use auto")
+    if source.kind is SourceKind.GGUF:
+        raise ConfigError("model_impl", impl.value, f"{source.name} is a GGUF file, which only native models read")
+    from graphrunner.models.transformers_fallback import TransformersCausalLM
+
+    if source.kind is SourceKind.DUMMY:
+        return TransformersCausalLM.with_random_weights(source.path, config, options, seed)
+    return TransformersCausalLM.from_folder(source.path, config, options)

@@ -87,10 +87,10 @@ class PagedDriver:
         if is_decode:
             num_padding_tokens = num_padding_reqs
         starts += [starts[-1] + is_decode * (i + 1) for i in range(num_padding_reqs)]
-        for column, value in ((ids, 0), (positions, 0), (slots, 0)):
-            column += [value] * num_padding_tokens
+        for column in (ids, positions, slots):
+            column.extend([0] * num_padding_tokens)
         for column, value in ((rows, 0), (seq_lens, self.attention.pad_seq_len), (lasts, 0)):
-            column += [value] * num_padding_reqs
+            column.extend([value] * num_padding_reqs)
         batch = ForwardBatch(
             mode=ForwardMode.DECODE if is_decode else ForwardMode.MIXED,
             input_ids=self._tensor(ids, torch.int32),

@@ -1,0 +1,53 @@
+"""Attention on the GPU, in Triton: split-KV kernels for uniform steps, one varlen kernel for every other mix."""
+
+from __future__ import annotations
+
+import torch
+
+from graphrunner.attention.backend import AttentionBackend, AttentionSpec, GraphSupport
+from graphrunner.core.forward_batch import ForwardBatch, KVLayer
+from graphrunner.core.shape_key import ForwardMode
+from graphrunner.kernels.triton import gpu_ops
+from graphrunner.kernels.triton.decode_attention import MAX_QUERY_WIDTH
+
+
+class TritonAttention(AttentionBackend):
+    """Which kernel runs follows from the mode and the padded counts alone, so a graph key fixes it."""
+
+    name = "triton"
+    graph_support = GraphSupport.ALWAYS
+
+    def prepare_metadata(self, batch: ForwardBatch) -> gpu_ops.DecodeMetadata | gpu_ops.ExtendMetadata:
+        """Views of the batch, no copies: inside a graph they are the static buffers."""
+        is_uniform = batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY)
+        if is_uniform and batch.num_tokens <= batch.num_reqs * MAX_QUERY_WIDTH:
+            return gpu_ops.DecodeMetadata(
+                positions=batch.positions,
+                slot_mapping=batch.slot_mapping,
+                seq_lens=batch.seq_lens,
+                request_rows=batch.request_rows,
+                page_table=batch.page_table,
+            )
+        return gpu_ops.ExtendMetadata(
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            seq_lens=batch.seq_lens,
+            request_rows=batch.request_rows,
+            page_table=batch.page_table,
+            query_start_loc=batch.query_start_loc,
+        )
+
+    def forward(self, spec: AttentionSpec, qkv: torch.Tensor, kv: KVLayer, batch: ForwardBatch) -> torch.Tensor:
+        metadata = batch.attention_metadata
+        assert isinstance(metadata, gpu_ops.DecodeMetadata | gpu_ops.ExtendMetadata), "prepare_metadata was not called"
+        layer = gpu_ops.AttentionLayer(
+            scale=spec.scale,
+            cos=spec.rope_cos,
+            sin=spec.rope_sin,
+            q_norm_weight=spec.q_norm_weight,
+            k_norm_weight=spec.k_norm_weight,
+            norm_eps=spec.norm_eps,
+            sliding_window=spec.sliding_window or 0,
+            soft_cap=spec.soft_cap or 0.0,
+        )
+        return gpu_ops.rope_store_attention(qkv, layer, kv.k, kv.v, metadata)

@@ -1,0 +1,118 @@
+"""The seam between HTTP and an engine: all that the server knows of it.
+
+`AsyncEngine` implements it with a thread; another process can implement it with messages. Tests implement it, or the
+synchronous engine behind it, with a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from graphrunner.core.engine_stats import EngineStats
+from graphrunner.core.outputs import RequestOutput
+from graphrunner.core.sampling_params import SamplingParams
+
+
+class HealthState(Enum):
+    """Where an engine is in its life; only READY takes requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """State of an engine, and the first cause when it is dead (for logs; it may hold paths)."""
+
+    state: HealthState
+    reason: str | None = None
+
+
+class Pooling(Enum):
+    """How the hidden states of a prompt become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
+class ServerTokenizer(Protocol):
+    """What the server needs of a tokenizer. Called on one thread at a time."""
+
+    eos_token_ids: Iterable[int]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> list[int]: ...
+
+
+class OutputStream(Protocol):
+    """Deltas of one admitted request. Ends after the output with `finished`; `aclose` before that aborts, once."""
+
+    def __aiter__(self) -> OutputStream: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """An engine as the server sees it. Every method is called on the event loop and must not block it."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> ServerTokenizer | None: ...
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        priority: int = 0,
+    ) -> OutputStream:
+        """Return once the request is admitted.
+
+        Each output of the stream holds only what is new: text, token ids and logprobs per output index, with the
+        finish reason on the last of each index.
+
+        Raises:
+            InvalidRequestError: refused at the door.
+            EngineDeadError: nothing can be served; streams that were open raise it too.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends. Idempotent."""
+        ...
+
+    async def embed(self, request_id: str, prompt_token_ids: Sequence[int], pooling: Pooling) -> list[float]:
+        """The pooled hidden states of a prompt, not normalized. Errors as `generate`."""
+        ...
+
+    def health(self) -> Health: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def metrics_text(self) -> bytes:
+        """The engine's own metrics in Prometheus' text format."""
+        ...

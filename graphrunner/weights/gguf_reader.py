@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +21,7 @@ from torch import Tensor
 from graphrunner.core.errors import ModelLoadError
 from graphrunner.weights.gguf_quants import GGMLType, ggml_type
 
-MetadataValue: TypeAlias = int | float | bool | str | list[int] | list[float] | list[bool] | list[str] | list[object]
+MetadataValue: TypeAlias = int | float | bool | str | Sequence[object]
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_writing import tiny_model, write_gguf
 
 from graphrunner.config.hf_model_config import model_config_from_hf
 from graphrunner.config.model_config import RopeScaling
@@ -18,9 +18,6 @@ from graphrunner.weights.checkpoint import Rounding, iterate_weights
 from graphrunner.weights.gguf_quants import GGMLType, dequantize
 from graphrunner.weights.gguf_reader import GGUFFile
 from graphrunner.weights.source import load_model_config, resolve_source
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_writing import tiny_model, write_gguf
 
 ARCHITECTURES = ["llama", "smollm3", "qwen2", "qwen3", "gemma2", "gemma3"]
 

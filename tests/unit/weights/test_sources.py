@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gguf_writing import tiny_model
 from safetensors.torch import save_file
 
 from graphrunner.core.errors import ModelLoadError
@@ -18,9 +18,6 @@ from graphrunner.weights.memory import check_fits
 from graphrunner.weights.progress import progress_bar
 from graphrunner.weights.shapes import expected_shapes, num_parameters
 from graphrunner.weights.source import LoadFormat, SourceKind, load_model_config, resolve_source
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_writing import tiny_model
 
 
 @pytest.fixture

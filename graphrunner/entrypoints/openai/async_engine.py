@@ -192,6 +192,11 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
 
     @property
+    def has_started(self) -> bool:
+        """Whether the engine was built, so that what ended it came later."""
+        return self._engine is not None
+
+    @property
     def model_name(self) -> str:
         return self._built.model_name
 

@@ -98,9 +98,7 @@ def api_error_from(error: Exception) -> ApiError:
 def too_busy(problem: str) -> ApiError:
     """429 with Retry-After."""
     message = f"{problem}; try again later"
-    return ApiError(
-        HTTPStatus.TOO_MANY_REQUESTS, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S
-    )
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
 
 def unavailable(problem: str) -> ApiError:

@@ -71,6 +71,10 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    # A reply of another server may be sent back whole; these are null in a text reply.
+    audio: None = None
+    function_call: None = None
+    annotations: Tolerated = None
 
 
 class FunctionDefinition(Body):

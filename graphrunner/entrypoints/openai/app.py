@@ -1,0 +1,111 @@
+"""The FastAPI application: routes, middleware, their order."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from graphrunner import __version__
+from graphrunner.entrypoints.openai import chat, completions, embeddings, status_routes
+from graphrunner.entrypoints.openai.errors import install_error_handlers
+from graphrunner.entrypoints.openai.middleware import ApiKeys, RequestContext
+from graphrunner.entrypoints.openai.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
+from graphrunner.entrypoints.openai.server import Server
+from graphrunner.entrypoints.openai.streaming import ClientGone
+
+Handler = Callable[[Server, Request], Awaitable[Response]]
+CLIENT_CLOSED_REQUEST = 499
+
+_POSTS: tuple[tuple[str, Handler, type[BaseModel]], ...] = (
+    ("/v1/chat/completions", chat.create_chat_completion, ChatBody),
+    ("/v1/completions", completions.create_completion, CompletionBody),
+    ("/v1/embeddings", embeddings.create_embeddings, EmbeddingBody),
+    ("/tokenize", status_routes.tokenize, TokenizeBody),
+    ("/detokenize", status_routes.detokenize, DetokenizeBody),
+)
+_GETS: tuple[tuple[str, Handler], ...] = (
+    ("/v1/models", status_routes.list_models),
+    ("/v1/models/{model:path}", status_routes.get_model),
+    ("/health", status_routes.health),
+    ("/metrics", status_routes.metrics),
+)
+
+
+def build_app(server: Server) -> FastAPI:
+    """The application of one server. /openapi.json describes it; there are no pages that load scripts from elsewhere.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    app = FastAPI(title="graphrunner", version=__version__, docs_url=None, redoc_url=None)
+    for path, handler, kind in _POSTS:
+        _add(app, server, path, handler, "POST", {"requestBody": _body_schema(kind)})
+    for path, handler in _GETS:
+        _add(app, server, path, handler, "GET", {})
+    install_error_handlers(app)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        server.metrics.disconnects.inc()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientGone, gone)
+    keys = server.options.api_keys()
+    if keys:
+        app.add_middleware(ApiKeys, keys=keys)
+    if server.options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.options.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(RequestContext, metrics=server.metrics, is_logged=server.options.log_requests)
+    return app
+
+
+def _add(
+    app: FastAPI, server: Server, path: str, handler: Handler, method: str, openapi_extra: dict[str, object]
+) -> None:
+    async def endpoint(request: Request) -> Response:
+        return await handler(server, request)
+
+    endpoint.__doc__ = handler.__doc__
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        operation_id=handler.__name__,
+        response_class=Response,
+        openapi_extra=openapi_extra,
+    )
+
+
+def _body_schema(kind: type[BaseModel]) -> dict[str, object]:
+    return {"required": True, "content": {"application/json": {"schema": _inlined(kind)}}}
+
+
+def _inlined(kind: type[BaseModel]) -> object:
+    """The model's schema without references, which OpenAPI would look for elsewhere."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolve(node: object) -> object:
+        if isinstance(node, dict):
+            name = str(node.get("$ref", "")).rpartition("/")[2]
+            return (
+                resolve(definitions[name]) if "$ref" in node else {key: resolve(value) for key, value in node.items()}
+            )
+        return list(map(resolve, node)) if isinstance(node, list) else node
+
+    return resolve(schema)

@@ -1,0 +1,166 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from graphrunner.core.outputs import CompletionOutput, RequestOutput
+from graphrunner.entrypoints.openai.generation import Generation, UsageCount, new_request_id
+from graphrunner.entrypoints.openai.logprobs import Position, completion_logprobs, joined
+from graphrunner.entrypoints.openai.prompts import EncodedPrompt, prompts_of
+from graphrunner.entrypoints.openai.protocol import CompletionBody
+from graphrunner.entrypoints.openai.responses import Completion, CompletionChoice, CompletionLogprobs
+from graphrunner.entrypoints.openai.sampling import completion_sampling, is_score_only
+from graphrunner.entrypoints.openai.server import Server
+from graphrunner.entrypoints.openai.streaming import EventStream, unless_disconnected
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice on its way out: what of it was sent or collected."""
+
+    index: int
+    echo: EncodedPrompt | None  # the prompt, until it went out
+    text_len: int = 0
+    pending_positions: list[Position] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionJob:
+    """One checked request. Choice `prompt_index * n + output_index` is output `output_index` of that prompt."""
+
+    request_id: str
+    model: str
+    created: int
+    body: CompletionBody
+    usage: UsageCount
+    num_outputs: int
+    choices: Sequence[_Choice]
+
+    def reply(self, choices: list[CompletionChoice]) -> Completion:
+        """A whole answer, or a chunk with one choice."""
+        return Completion(self.request_id, "text_completion", self.created, self.model, choices)
+
+
+async def create_completion(server: Server, request: Request) -> Response:
+    """Answer at once or stream. Raises what `errors.api_error_from` knows."""
+    body = await server.read(request, CompletionBody)
+    body.check()
+    server.check_ready()
+    server.check_model(body.model)
+    prompts = prompts_of(body.prompt, "prompt")
+    params = completion_sampling(body)
+    encoded = await server.encoder.encode(prompts, "prompt")
+    if body.echo:
+        encoded = [
+            EncodedPrompt(await server.encoder.decode(each.token_ids, "echo"), each.token_ids)
+            if each.text is None
+            else each
+            for each in encoded
+        ]
+    job = CompletionJob(
+        request_id=new_request_id("cmpl"),
+        model=server.model_name,
+        created=int(time.time()),
+        body=body,
+        usage=UsageCount([len(each.token_ids) for each in encoded]),
+        num_outputs=params.n,
+        choices=[
+            _Choice(index, encoded[index // params.n] if body.echo else None)
+            for index in range(len(encoded) * params.n)
+        ],
+    )
+    token_ids = [each.token_ids for each in encoded]
+    generation = await server.start_generation(job.request_id, token_ids, params, body.priority, "prompt")
+    if body.stream:
+        on_gone = server.metrics.disconnects.inc
+        return EventStream(_chunks(generation, job), close=generation.aclose, on_gone=on_gone)
+    try:
+        completion = await unless_disconnected(request.receive, _whole(generation, job))
+    finally:
+        await generation.aclose()
+    return Response(msgspec.json.encode(completion), media_type="application/json")
+
+
+async def _chunks(generation: Generation, job: CompletionJob) -> AsyncGenerator[Completion, None]:
+    usage = None if job.body.is_usage_streamed else UNSET
+    async for piece in _pieces(generation, job):
+        chunk = job.reply([piece])
+        chunk.usage = usage
+        yield chunk
+    if job.body.is_usage_streamed:
+        last = job.reply([])
+        last.usage = job.usage.usage()
+        yield last
+
+
+async def _whole(generation: Generation, job: CompletionJob) -> Completion:
+    texts: list[list[str]] = [[] for _ in job.choices]
+    logprobs: list[list[CompletionLogprobs]] = [[] for _ in job.choices]
+    reasons = ["stop"] * len(job.choices)
+    async for piece in _pieces(generation, job):
+        texts[piece.index].append(piece.text)
+        if piece.logprobs is not None:
+            logprobs[piece.index].append(piece.logprobs)
+        reasons[piece.index] = piece.finish_reason or reasons[piece.index]
+    has_logprobs = job.body.logprobs is not None
+    completion = job.reply(
+        [
+            CompletionChoice(index, "".join(texts[index]), joined(logprobs[index]) if has_logprobs else None, reason)
+            for index, reason in enumerate(reasons)
+        ]
+    )
+    completion.usage = job.usage.usage()
+    return completion
+
+
+async def _pieces(generation: Generation, job: CompletionJob) -> AsyncGenerator[CompletionChoice, None]:
+    """What is new of each choice; the echoed prompt comes with the first piece."""
+    async for prompt_index, output in generation.outputs():
+        if not is_score_only(job.body):
+            job.usage.add(prompt_index, output)
+        _keep_prompt_logprobs(job, prompt_index, output)
+        for each in output.outputs:
+            choice = job.choices[prompt_index * job.num_outputs + each.index]
+            for piece in (_echoed(job, choice), _generated(job, choice, each)):
+                if piece is not None:
+                    choice.text_len += len(piece.text)
+                    yield piece
+
+
+def _keep_prompt_logprobs(job: CompletionJob, prompt_index: int, output: RequestOutput) -> None:
+    """Prompt logprobs come with the prompt's chunks, before the first token; the echo needs them all."""
+    if output.prompt_logprobs:
+        for choice in job.choices[prompt_index * job.num_outputs :][: job.num_outputs]:
+            if choice.echo is not None:
+                choice.pending_positions += output.prompt_logprobs
+
+
+def _echoed(job: CompletionJob, choice: _Choice) -> CompletionChoice | None:
+    if choice.echo is None:
+        return None
+    prompt, choice.echo = choice.echo, None
+    logprobs = None
+    if job.body.logprobs is not None:
+        positions = choice.pending_positions[: len(prompt.token_ids)]
+        positions += [None] * (len(prompt.token_ids) - len(positions))
+        logprobs = completion_logprobs(prompt.token_ids, positions, job.body.logprobs, 0)
+    return CompletionChoice(choice.index, prompt.text or "", logprobs)
+
+
+def _generated(job: CompletionJob, choice: _Choice, output: CompletionOutput) -> CompletionChoice | None:
+    if is_score_only(job.body):
+        return CompletionChoice(choice.index, "", None, "length") if output.finish_reason else None
+    logprobs = None
+    if job.body.logprobs is not None and output.token_ids:
+        logprobs = completion_logprobs(output.token_ids, output.logprobs or [], job.body.logprobs, choice.text_len)
+    if not output.text and logprobs is None and output.finish_reason is None:
+        return None
+    return CompletionChoice(choice.index, output.text, logprobs, output.finish_reason)

@@ -1,0 +1,172 @@
+"""Start, run, stop: the life of a server process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from graphrunner.core.errors import ConfigError, EngineDeadError
+from graphrunner.entrypoints.openai.app import build_app
+from graphrunner.entrypoints.openai.async_engine import AsyncEngine
+from graphrunner.entrypoints.openai.engine_client import HealthState
+from graphrunner.entrypoints.openai.server import make_server
+from graphrunner.entrypoints.openai.server_options import ServerOptions
+
+log = logging.getLogger(__name__)
+ABORT_GRACE_S = 5  # for streams to hear that the server goes, before their connections are cut
+BACKLOG = 2048
+
+
+class ServerFailed(Exception):
+    """The engine could not start (exit code 2) or died (exit code 1)."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, with signals handed on instead of acted on."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_signal(sig)
+
+
+class ServerProcess:
+    """One server from socket to exit.
+
+    Args:
+        make_engine: makes the engine client's thread or process; given what to call when the engine dies.
+        on_listening: called with the server's URL once the socket is bound; the model may still be loading.
+        on_ready: called once requests are served.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[Callable[[], None]], AsyncEngine],
+        options: ServerOptions,
+        *,
+        on_listening: Callable[[str], None] = lambda url: None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._make_engine = make_engine
+        self._options = options
+        self._on_listening = on_listening
+        self._on_ready = on_ready
+        self._failure: ServerFailed | None = None
+        self._stop_task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve until a signal comes: SIGTERM finishes what runs, SIGINT (or a second signal) does not.
+
+        Raises:
+            ConfigError: the address cannot be bound, or the API keys cannot be read.
+            ServerFailed: the engine did not start, or died.
+        """
+        engine = self._make_engine(lambda: self._engine_died(engine))
+        self._engine = engine
+        self._server = make_server(engine, self._options)
+        app = build_app(self._server)
+        listener = _bound(self._options.host, self._options.port)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=ABORT_GRACE_S,
+            lifespan="off",
+        )
+        self._uvicorn = _Uvicorn(config, self._signalled)
+        self._loop = asyncio.get_running_loop()
+        self._on_listening(_url(listener))
+        engine.start()
+        ready = asyncio.create_task(self._announce(engine))
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            ready.cancel()
+            await engine.shutdown()
+            self._server.encoder.close()
+            listener.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def request_drain(self) -> None:
+        """What SIGTERM does. On the event loop."""
+        if self._stop_task is None:
+            self._stop_task = asyncio.create_task(self._drain())
+
+    async def _announce(self, engine: AsyncEngine) -> None:
+        try:
+            await engine.wait_ready()
+        except EngineDeadError:
+            return  # `_engine_died` speaks of it
+        self._on_ready()
+
+    def _signalled(self, sig: int) -> None:
+        """Runs between two bytecodes of the main thread: only hands the news to the loop."""
+        self._loop.call_soon_threadsafe(self._stop_soon if sig == signal.SIGINT else self._drain_or_stop)
+
+    def _drain_or_stop(self) -> None:
+        if self._stop_task is None:
+            self.request_drain()
+        else:
+            self._stop_soon()
+
+    def _stop_soon(self) -> None:
+        self._server.admission.drain()
+        if self._stop_task is not None:
+            self._stop_task.cancel()
+        self._stop_task = asyncio.create_task(self._end_streams())
+
+    async def _drain(self) -> None:
+        log.info("draining: %d outputs still run", self._server.admission.num_sequences)
+        self._engine.drain()
+        self._server.admission.drain()
+        try:
+            async with asyncio.timeout(self._options.drain_timeout_s):
+                await self._server.admission.wait_empty()
+        except TimeoutError:
+            log.warning("drain_timeout_s=%g is over; what still runs is stopped", self._options.drain_timeout_s)
+        await self._end_streams()
+
+    async def _end_streams(self) -> None:
+        """Let open streams end with an error, then stop uvicorn."""
+        await self._engine.shutdown()
+        self._uvicorn.should_exit = True
+
+    def _engine_died(self, engine: AsyncEngine) -> None:
+        health = engine.health()
+        assert health.state is HealthState.DEAD
+        self._failure = ServerFailed(health.reason or "the engine stopped", 1 if engine.has_started else 2)
+        log.error("the engine stopped: %s", health.reason)
+        self._stop_soon()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError("port", f"{host}:{port}", f"cannot be bound: {error.strerror or error}") from None
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

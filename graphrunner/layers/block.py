@@ -76,7 +76,7 @@ class BlockBuilder:
         is_sliding = config.layer_types[self.index] is LayerType.SLIDING
         table = self.tables.sliding if is_sliding else self.tables.full
         has_rope = self.index not in config.no_rope_layers
-        norms = ()
+        norms: tuple[RMSNorm, ...] = ()
         if config.qk_norm:
             norms = tuple(self.norm(f"self_attn.{name}_norm", config.head_dim) for name in ("q", "k"))
         spec = AttentionSpec(

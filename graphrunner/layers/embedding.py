@@ -23,6 +23,8 @@ class Embedding(nn.Module):
         scale: multiplies the rows, rounded to the compute dtype first (Gemma).
     """
 
+    weight: nn.Parameter | None
+
     def __init__(self, name: str, vocab_size: int, hidden_size: int, scale: float, options: LayerOptions) -> None:
         super().__init__()
         self.name = name
@@ -41,6 +43,7 @@ class Embedding(nn.Module):
         self.weight.data.copy_(tensor)
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        assert self.weight is not None, "weights are not loaded"
         return ops.embedding(input_ids, self.weight, self._scale, self._options.dtype)
 
 
@@ -51,7 +54,12 @@ class LMHead(nn.Module):
         norm: the model's final norm.
         embedding: whose matrix is used when the checkpoint ties the two; None for a head with its own weight.
         soft_cap: logits become cap * tanh(logits / cap).
+
+    Attributes:
+        packed: what kernels read; set by `finish_load`.
     """
+
+    packed: Weight
 
     def __init__(
         self,
@@ -68,9 +76,10 @@ class LMHead(nn.Module):
         self.soft_cap = soft_cap
         self._options = options
         # A plain tuple keeps the tied module out of this module's own parameters.
-        self._tied = (embedding,) if embedding is not None else ()
-        self.proj = None if embedding else PackedLinear((Part("lm_head", vocab_size),), hidden_size, False, options)
-        self.packed: Weight | None = None
+        self._tied: tuple[Embedding, ...] = (embedding,) if embedding is not None else ()
+        self.proj = None
+        if embedding is None:
+            self.proj = PackedLinear((Part("lm_head", vocab_size),), hidden_size, False, options)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.norm.weight_slots()
@@ -82,12 +91,14 @@ class LMHead(nn.Module):
         if self.proj is not None:
             self.packed = self.proj.packed
             return
-        dense = self._tied[0].weight.data
+        weight = self._tied[0].weight
+        assert weight is not None, "embeddings are loaded before the head"
+        dense = weight.data
         if not self._options.is_int8:
             self.packed = Weight(dense)
             return
         fresh = quantize_int8(dense, self._options.int8_group_size)
-        if self.packed is None:
+        if not hasattr(self, "packed"):
             self.packed = fresh
             return
         assert self.packed.scale is not None and fresh.scale is not None

@@ -35,14 +35,21 @@ class PackedLinear(nn.Module):
         num_inputs: K.
         has_bias: whether every part has one.
         options: dtype, device, quantization.
+
+    Attributes:
+        packed: what kernels read; set by the first load.
     """
+
+    packed: Weight
+    weight: nn.Parameter | None
+    weight_scale: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(self, parts: tuple[Part, ...], num_inputs: int, has_bias: bool, options: LayerOptions) -> None:
         super().__init__()
         self.parts = parts
         self.num_inputs = num_inputs
         self.num_outputs = sum(part.num_outputs for part in parts)
-        self.packed: Weight | None = None
         self._options = options
         self._num_awaited = len(parts)
         self.register_parameter("weight", None)
@@ -68,7 +75,6 @@ class PackedLinear(nn.Module):
             # A second load writes into the same memory, so that captured graphs stay valid.
             if self.weight is None or self.weight_scale is not None:
                 self.packed = Weight(torch.empty(shape, dtype=self._options.weight_dtype, device=self._options.device))
-        assert self.packed is not None
         self.packed.data[rows].copy_(tensor)
         self._num_awaited -= 1
         if self._num_awaited == 0:

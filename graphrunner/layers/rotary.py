@@ -66,8 +66,8 @@ def _dynamic(rope: RopeConfig, head_dim: int, num_positions: int, max_position: 
     lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp_min(max_position)
     growth = rope.factor * lengths / max_position - (rope.factor - 1.0)
     base = rope.theta * growth ** (head_dim / (head_dim - 2))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    return (1.0 / base.unsqueeze(1) ** exponents).float()
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / base.float().unsqueeze(1) ** exponents
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
@@ -99,8 +99,9 @@ def _yarn(rope: RopeConfig, head_dim: int, wavelengths: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return stretched / (rope.factor * wavelengths) + (1.0 - stretched) / wavelengths
+    kept = 1.0 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    # In this order the float32 rounding is transformers' own; at position 100,000 a last bit is a visible angle.
+    return 1.0 / (rope.factor * wavelengths) * (1.0 - kept) + 1.0 / wavelengths * kept
 
 
 def _yarn_factor(rope: RopeConfig) -> float:

@@ -22,7 +22,7 @@ from graphrunner.entrypoints.openai.protocol import (
     TokenizeBody,
 )
 from graphrunner.entrypoints.openai.server import Server
-from graphrunner.entrypoints.openai.streaming import ClientGone
+from graphrunner.entrypoints.openai.streaming import ClientGoneError
 
 Handler = Callable[[Server, Request], Awaitable[Response]]
 CLIENT_CLOSED_REQUEST = 499
@@ -59,7 +59,7 @@ def build_app(server: Server) -> FastAPI:
         server.metrics.disconnects.inc()
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientGoneError, gone)
     keys = server.options.api_keys()
     if keys:
         app.add_middleware(ApiKeys, keys=keys)

@@ -78,7 +78,7 @@ class ChatCompletion(Struct):
 
 class Delta(Struct):
     role: str | UnsetType = UNSET
-    content: str | None | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -96,7 +96,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
 
 
@@ -126,7 +126,7 @@ class Completion(Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
 
 

@@ -23,7 +23,7 @@ ABORT_GRACE_S = 5  # for streams to hear that the server goes, before their conn
 BACKLOG = 2048
 
 
-class ServerFailed(Exception):
+class ServerFailedError(Exception):
     """The engine could not start (exit code 2) or died (exit code 1)."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
@@ -63,7 +63,7 @@ class ServerProcess:
         self._options = options
         self._on_listening = on_listening
         self._on_ready = on_ready
-        self._failure: ServerFailed | None = None
+        self._failure: ServerFailedError | None = None
         self._stop_task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -71,7 +71,7 @@ class ServerProcess:
 
         Raises:
             ConfigError: the address cannot be bound, or the API keys cannot be read.
-            ServerFailed: the engine did not start, or died.
+            ServerFailedError: the engine did not start, or died.
         """
         engine = self._make_engine(lambda: self._engine_died(engine))
         self._engine = engine
@@ -106,6 +106,10 @@ class ServerProcess:
         if self._stop_task is None:
             self._stop_task = asyncio.create_task(self._drain())
 
+    def request_stop(self) -> None:
+        """What SIGINT does. On the event loop."""
+        self._stop_soon()
+
     async def _announce(self, engine: AsyncEngine) -> None:
         try:
             await engine.wait_ready()
@@ -115,7 +119,7 @@ class ServerProcess:
 
     def _signalled(self, sig: int) -> None:
         """Runs between two bytecodes of the main thread: only hands the news to the loop."""
-        self._loop.call_soon_threadsafe(self._stop_soon if sig == signal.SIGINT else self._drain_or_stop)
+        self._loop.call_soon_threadsafe(self.request_stop if sig == signal.SIGINT else self._drain_or_stop)
 
     def _drain_or_stop(self) -> None:
         if self._stop_task is None:
@@ -148,7 +152,7 @@ class ServerProcess:
     def _engine_died(self, engine: AsyncEngine) -> None:
         health = engine.health()
         assert health.state is HealthState.DEAD
-        self._failure = ServerFailed(health.reason or "the engine stopped", 1 if engine.has_started else 2)
+        self._failure = ServerFailedError(health.reason or "the engine stopped", 1 if engine.has_started else 2)
         log.error("the engine stopped: %s", health.reason)
         self._stop_soon()
 

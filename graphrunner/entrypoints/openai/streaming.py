@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed its connection before the answer was complete."""
 
 
@@ -49,7 +49,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[object, object, 
     The request's body must have been read: from then on the only thing to receive is the disconnect.
 
     Raises:
-        ClientGone: `work` was cancelled and has ended.
+        ClientGoneError: `work` was cancelled and has ended.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -57,7 +57,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[object, object, 
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientGoneError
     finally:
         for each in (task, watcher):
             each.cancel()
@@ -91,7 +91,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_disconnected(receive, self._send(send))
-        except (ClientGone, OSError):
+        except (ClientGoneError, OSError):
             self._on_gone()
         finally:
             await self._close()

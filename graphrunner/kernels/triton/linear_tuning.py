@@ -196,7 +196,10 @@ def weight_copies(shape: LinearShape, dtype: torch.dtype, device: torch.device) 
 
 
 def tune_decode_linear(
-    problems: list[LinearProblem], device: torch.device, num_processes: int = 8
+    problems: list[LinearProblem],
+    device: torch.device,
+    num_processes: int = 8,
+    report: Callable[[LinearProblem, list[LinearTiming]], None] | None = None,
 ) -> dict[LinearProblem, list[LinearTiming]]:
     """Time every candidate of every problem and prefer the best from now on in this process.
 
@@ -204,6 +207,7 @@ def tune_decode_linear(
         problems: what to measure.
         device: a CUDA device.
         num_processes: compilers to run at once.
+        report: called with each problem's timings as they come.
 
     Returns:
         All timings, best first. linear_config.save_overrides keeps the winners.
@@ -211,6 +215,7 @@ def tune_decode_linear(
     jobs = [(problem, config) for problem in problems for config in candidate_configs(problem)]
     fused = [job for job in jobs if job[1].kind is not LinearKind.LIBRARY]
     errors = compile_all(compile_linear, fused, num_processes)
+    print(len(fused), 'compiled', sum(bool(e) for e in errors.values()), __import__('time').process_time(), flush=True)
     results: dict[LinearProblem, list[LinearTiming]] = {}
     for shape in dict.fromkeys(problem.shape for problem in problems):
         mine = [problem for problem in problems if problem.shape == shape]
@@ -218,6 +223,8 @@ def tune_decode_linear(
         for problem in mine:
             timings = _time_all(problem, [c for p, c in jobs if p == problem and not errors.get((p, c))], weights)
             results[problem] = timings
+            if report is not None:
+                report(problem, timings)
             key = linear_config.config_key(device, problem.dtype, shape, problem.num_rows)
             linear_config.set_config(key, timings[0].config)
         del weights

@@ -1,0 +1,110 @@
+"""The forward half of a step: select, load, execute, sample."""
+
+from __future__ import annotations
+
+import torch
+
+from graphrunner.core.outputs import GenerationBatchResult
+from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.runner.base_graph_runner import BaseGraphRunner, OnCapture
+from graphrunner.runner.base_runner import BaseRunner
+from graphrunner.runner.graph_account import GraphAccount, GraphReport
+from graphrunner.runner.request_table import RequestTable
+from graphrunner.runner.select_runner import select_runner
+from graphrunner.sampling.sampler import SampledBatch, Sampler
+
+
+class ModelRunner:
+    """Owns the runners. Any of the first two may be the eager one, when graphs are off for its phase.
+
+    Args:
+        decode_cuda_graph_runner, prefill_cuda_graph_runner: whichever runners fit the device.
+        eager_runner: takes what they refuse.
+        request_table: device rows.
+        sampler: picks tokens when the forward did not.
+        eos_token_ids: what min_tokens holds back.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode_cuda_graph_runner: BaseRunner,
+        prefill_cuda_graph_runner: BaseRunner,
+        eager_runner: BaseRunner,
+        request_table: RequestTable,
+        sampler: Sampler,
+        account: GraphAccount,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.decode_cuda_graph_runner = decode_cuda_graph_runner
+        self.prefill_cuda_graph_runner = prefill_cuda_graph_runner
+        self.eager_runner = eager_runner
+        self.request_table = request_table
+        self.sampler = sampler
+        self._account = account
+        self._eos_token_ids = eos_token_ids
+        self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
+
+    @torch.inference_mode()
+    def forward(self, batch: ScheduledBatch) -> GenerationBatchResult:
+        """Run one step. Sync: none with in-graph sampling."""
+        self._capture_pending()
+        self.request_table.apply(batch)
+        self.sampler.apply(batch, self._eos_token_ids)
+        selected = select_runner(self._runners, batch, self.eager_runner)
+        loaded = selected.runner.load_batch(batch)
+        output = selected.runner.execute(loaded)
+        sampled = self.sampler.sample(output, batch)
+        if output.token_ids is None:
+            self._store_tokens(batch, sampled)
+        if selected.miss is not None and selected.missed_by:
+            self._account.missed(selected.missed_by, selected.miss)
+        return GenerationBatchResult(
+            tokens=sampled.tokens,
+            can_run_cuda_graph=selected.miss is None,
+            runner=selected.runner.name,
+            key=loaded.key,
+            miss_reason=selected.miss,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
+            pooled=_pooled(output.hidden_states, batch) if batch.needs_hidden_states else (),
+        )
+
+    def capture(self, on_progress: OnCapture = lambda name, done, total: None) -> None:
+        """Record every runner's list."""
+        for runner in self._graph_runners():
+            runner.capture(on_progress)
+
+    def graph_report(self) -> GraphReport:
+        """Per runner and key what capture cost and how often it ran; misses by reason."""
+        return self._account.report()
+
+    def close(self) -> None:
+        """Give the recordings back. Idempotent."""
+        for runner in self._graph_runners():
+            runner.close()
+
+    def _graph_runners(self) -> list[BaseGraphRunner]:
+        return [runner for runner in self._runners if isinstance(runner, BaseGraphRunner)]
+
+    def _capture_pending(self) -> None:
+        for runner in self._runners:
+            if isinstance(runner, BaseGraphRunner):
+                runner.capture_pending()
+
+    def _store_tokens(self, batch: ScheduledBatch, sampled: SampledBatch) -> None:
+        """Make the sampled tokens the rows' last ones, where the forward did not do so itself."""
+        rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
+        if rows:
+            token_ids = sampled.tokens.token_ids
+            self.request_table.store_tokens(
+                torch.tensor(rows, dtype=torch.int32, device=token_ids.device), token_ids
+            )
+
+
+def _pooled(hidden_states: torch.Tensor | None, batch: ScheduledBatch) -> tuple[tuple[float, ...] | None, ...]:
+    """The last hidden state of each request whose prompt ends in this step. Sync: copies to the host."""
+    assert hidden_states is not None
+    ends = torch.tensor(batch.query_lens).cumsum(0) - 1
+    rows = hidden_states.index_select(0, ends.to(hidden_states.device)).float().cpu().tolist()
+    return tuple(tuple(row) if samples else None for row, samples in zip(rows, batch.samples, strict=True))

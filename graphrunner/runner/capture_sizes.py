@@ -1,0 +1,35 @@
+"""Which sizes are captured, and which one a batch is padded to. Pure functions."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+MAX_DECODE_SIZE = 512
+MAX_PADDING_FACTOR = 2
+
+
+def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SIZE) -> tuple[int, ...]:
+    """1, 2, 4, 8, 12, then by 8 to 256, by 16 to 512; the limit itself is always among them."""
+    top = min(max_num_seqs, largest_allowed)
+    sizes = {1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, MAX_DECODE_SIZE + 1, 16), top}
+    return tuple(sorted(size for size in sizes if size <= top))
+
+
+def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Token counts, finer when small; the budget itself is always among them."""
+    sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), max_num_tokens}
+    sizes |= set(range(1280, max_num_tokens + 1, 256))
+    return tuple(sorted(size for size in sizes if size <= max_num_tokens))
+
+
+def user_sizes(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
+    """A user's list as given, sorted, without sizes above what can ever run."""
+    kept = sorted({size for size in sizes if size <= limit})
+    return tuple(kept) or (limit,)
+
+
+def bucket_for(count: int, sizes: Sequence[int]) -> int | None:
+    """The smallest size that holds `count`; None when none does."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None

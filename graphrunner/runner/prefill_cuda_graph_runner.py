@@ -1,0 +1,133 @@
+"""Prefill and mixed steps from a recording: token buckets, several requests, logits after the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
+from graphrunner.execution.backend import ExecutionBackend
+from graphrunner.runner.base_graph_runner import BaseGraphRunner
+from graphrunner.runner.base_runner import LoadedBatch
+from graphrunner.runner.capture_sizes import MAX_PADDING_FACTOR, bucket_for
+from graphrunner.runner.eager_runner import with_metadata
+from graphrunner.runner.gather_rows import DerivedBuffers, gather_tokens, make_derived
+from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.static_buffers import StaticBuffers
+
+
+class PrefillCudaGraphRunner(BaseGraphRunner):
+    """Sizes count tokens. The body is recorded up to the hidden states; logits are computed for the real rows only.
+
+    Args:
+        max_reqs: most requests in one step.
+    """
+
+    name = "prefill_cuda_graph_runner"
+
+    def __init__(
+        self,
+        context: RunnerContext,
+        backend: ExecutionBackend,
+        account: GraphAccount,
+        sizes: Sequence[int],
+        *,
+        max_reqs: int,
+        is_lazy: bool = False,
+    ) -> None:
+        super().__init__(context, backend, account, sizes, is_lazy=is_lazy)
+        self._max_reqs = max_reqs
+        largest = self.sizes[-1]
+        self.buffers = StaticBuffers(
+            largest, min(largest, max_reqs), context.device, context.attention.pad_seq_len
+        )
+        self._derived = make_derived(largest, 1, context.device)
+
+    def all_keys(self) -> Iterable[ShapeKey]:
+        """Every token bucket."""
+        return (self._key(size) for size in self.sizes)
+
+    def graph_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """See `BaseRunner.graph_miss_reason`."""
+        if batch.mode not in (ForwardMode.PREFILL, ForwardMode.MIXED):
+            return GraphMiss(GraphMissReason.MODE)
+        if batch.needs_all_logits:
+            return GraphMiss(GraphMissReason.ALL_LOGITS)
+        if batch.needs_hidden_states:
+            return GraphMiss(GraphMissReason.POOLING)
+        key = self._make_graph_key(batch)
+        if key is None:
+            return GraphMiss(GraphMissReason.NUM_TOKENS, batch.num_tokens, self.sizes[-1])
+        if key.num_tokens > MAX_PADDING_FACTOR * batch.num_tokens:
+            return GraphMiss(GraphMissReason.PADDING, key.num_tokens, MAX_PADDING_FACTOR * batch.num_tokens)
+        if self.backend.can_run(key):
+            return None
+        if self._is_failed(key):
+            return GraphMiss(GraphMissReason.CAPTURE_FAILED)
+        if self.is_lazy:
+            self._wanted.append(key)
+        return GraphMiss(GraphMissReason.NOT_CAPTURED)
+
+    def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
+        """Fill every static buffer, padded to the bucket. See `BaseRunner.load_batch`."""
+        key = self._make_graph_key(batch)
+        assert key is not None, f"{batch.num_tokens} tokens exceed the largest captured size {self.sizes[-1]}"
+        self.buffers.load(batch, key.num_tokens, key.num_reqs)
+        return LoadedBatch(key, self._views[key], batch.num_reqs, batch.num_tokens)
+
+    def execute(self, loaded: LoadedBatch) -> ModelOutput:
+        """Replay the body, then the tail on the rows whose logits are wanted."""
+        output = super().execute(loaded)
+        assert output.hidden_states is not None
+        rows = loaded.batch.logits_indices[: loaded.num_reqs]
+        return self.context.tail(output.hidden_states.index_select(0, rows))
+
+    def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
+        """Views of one bucket, padding only."""
+        context, num_tokens, num_reqs = self.context, key.num_tokens, key.num_reqs
+        self.buffers.poison(0)
+        self.buffers.view("seq_lens", num_tokens, num_reqs).fill_(context.attention.pad_seq_len)
+        views = {name: self.buffers.view(name, num_tokens, num_reqs) for name in self.buffers.tensors}
+        batch = ForwardBatch(
+            mode=ForwardMode.MIXED,
+            input_ids=self._derived.input_ids[:num_tokens],
+            positions=views["positions"],
+            slot_mapping=self._derived.slot_mapping[:num_tokens],
+            request_rows=views["request_rows"],
+            seq_lens=views["seq_lens"],
+            query_start_loc=views["query_start_loc"],
+            page_table=context.table.page_table,
+            logits_indices=views["logits_indices"],
+            kv_layers=context.kv_layers,
+            attention=context.attention,
+            attention_metadata=None,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            max_query_len=num_tokens,
+            max_seq_len=context.max_seq_len,
+        )
+        return with_metadata(batch)
+
+    def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
+        """Fill in what only the device knows, run the body, write lengths back. In graph."""
+        context, tensors = self.context, self.buffers.tensors
+        num_tokens = views.num_tokens
+        out = DerivedBuffers(views.input_ids, views.positions, views.slot_mapping, views.seq_lens)
+        gather_tokens(
+            context.table, tensors["input_ids"][:num_tokens], tensors["token_rows"][:num_tokens], views.positions,
+            context.page_size, out,
+        )  # fmt: skip
+        output = context.forward(views, variant)
+        context.table.store_lengths(views.request_rows, views.seq_lens)
+        return output
+
+    def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
+        size = bucket_for(batch.num_tokens, self.sizes)
+        return None if size is None or batch.num_reqs > self._max_reqs else self._key(size)
+
+    def _key(self, size: int) -> ShapeKey:
+        return ShapeKey(size, min(size, self._max_reqs), ForwardVariant.HIDDEN)

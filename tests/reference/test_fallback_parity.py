@@ -17,7 +17,6 @@ from graphrunner.models.registry import ModelImpl, load_model
 from graphrunner.models.transformers_fallback import TransformersCausalLM
 from graphrunner.weights.source import LoadFormat, load_model_config, resolve_source
 
-
 DENSE = ModelOptions()
 
 

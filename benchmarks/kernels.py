@@ -31,10 +31,12 @@ from graphrunner.kernels.triton.decode_attention import DecodeAttentionConfig, d
 from graphrunner.kernels.triton.linear_config import LinearMode, LinearShape
 from graphrunner.kernels.triton.linear_tuning import (
     LinearProblem,
+    LinearTiming,
     compile_all,
     time_in_graph,
     tune_decode_linear,
 )
+from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 
 MODELS = {"0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
 PAGE_SIZE = 16
@@ -291,24 +293,30 @@ def run_checks(shapes: dict[str, Shape]) -> int:
     return failed
 
 
-def tune_linears(shapes: dict[str, Shape], row_counts: list[int]) -> dict[str, tuple]:
+def _key(problem: LinearProblem) -> str:
+    return linear_config.config_key(DEVICE, problem.dtype, problem.shape, problem.num_rows)
+
+
+def tune_linears(shapes: dict[str, Shape], row_counts: list[int], is_exhaustive: bool) -> dict[str, tuple]:
     """Measure every projection; print the winners; returns rows of TUNED_LINEAR."""
     problems = [LinearProblem(linear, rows) for s in shapes.values() for linear in s.linears for rows in row_counts]
+    if not is_exhaustive:
+        # What the shipped table holds was measured on such a card.
+        problems = [p for p in problems if _key(p) not in TUNED_LINEAR]
     problems = list(dict.fromkeys(problems))
-    results = tune_decode_linear(problems, DEVICE, max(1, (os.cpu_count() or 2) - 1))
-    table = {}
-    for problem, timings in results.items():
+    table: dict[str, tuple] = {}
+
+    def report(problem: LinearProblem, timings: list[LinearTiming]) -> None:
         best = timings[0]
-        by_kind = {}
+        by_kind: dict[str, float] = {}
         for timing in timings:
-            by_kind.setdefault(timing.config.kind.value, f"{timing.time_us:.1f}")
+            by_kind.setdefault(timing.config.kind.value, round(timing.time_us, 1))
         sizes = f"{problem.shape.mode.name.lower()} {problem.shape.num_outputs}x{problem.shape.num_inputs}"
-        print(
-            f"tune {sizes:24s} rows {problem.num_rows:2d}: {best.bandwidth_tb_s:.2f} TB/s {by_kind} "
-            f"{linear_config.config_to_row(best.config)}", flush=True,
-        )  # fmt: skip
-        key = linear_config.config_key(DEVICE, problem.dtype, problem.shape, problem.num_rows)
-        table[key] = linear_config.config_to_row(best.config)
+        row = linear_config.config_to_row(best.config)
+        print(f"tune {sizes} rows {problem.num_rows} {best.bandwidth_tb_s:.2f} TB/s {by_kind} {row}", flush=True)
+        table[_key(problem)] = row
+
+    tune_decode_linear(problems, DEVICE, max(1, (os.cpu_count() or 2) - 1), report, is_exhaustive)
     return table
 
 
@@ -426,6 +434,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="measure configurations before the steps")
     parser.add_argument("--tune-rows", default="1,2,4,8,16")
     parser.add_argument("--tune-attention", default="1,4,16,64,256", help="batches; empty for none")
+    parser.add_argument("--exhaustive", action="store_true", help="try every tile, also of shapes already tuned")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--json", type=Path, help="write all rows and tables here")
     arguments = parser.parse_args()
@@ -438,7 +447,7 @@ def main() -> None:
     print(f"phase checks done at {time.time() - started:.0f} s", flush=True)
     tables: dict[str, dict[str, tuple]] = {}
     if arguments.tune:
-        tables["linear"] = tune_linears(shapes, [int(rows) for rows in arguments.tune_rows.split(",")])
+        tables["linear"] = tune_linears(shapes, [int(rows) for rows in arguments.tune_rows.split(",")], arguments.exhaustive)
         print(f"phase linears tuned at {time.time() - started:.0f} s", flush=True)
         if arguments.tune_attention:
             tuned_batches = [int(batch) for batch in arguments.tune_attention.split(",")]

@@ -4,6 +4,7 @@ All variants are compiled first, in parallel processes that fill Triton's on-dis
 CUDA graph, chained over enough copies of the weight that no cache can hold them.
 """
 
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -27,8 +28,8 @@ from graphrunner.kernels.triton.linear_config import (
 from graphrunner.kernels.triton.norms import rms_norm
 from graphrunner.kernels.triton.sample import ArgmaxPartials, argmax_partials
 
-_BYTES_PER_CHAIN = 256 << 20  # several times any L2
-_MAX_CHAIN = 96
+_BYTES_PER_CHAIN = 192 << 20  # several times any L2
+_MAX_CHAIN = 48
 _MIN_RING_BYTES, _MAX_RING_BYTES = 16 << 10, 208 << 10
 _TIMED_REPLAYS = 3
 _EPS = 1e-6
@@ -59,36 +60,66 @@ class LinearTiming:
         return num_rows * shape.num_inputs * self.problem.dtype.itemsize / self.time_us / 1e6
 
 
-def candidate_configs(problem: LinearProblem) -> list[LinearConfig]:
-    """Every configuration worth timing, the library first."""
+def candidate_configs(problem: LinearProblem, is_exhaustive: bool = False) -> list[LinearConfig]:
+    """Configurations worth timing, the library first.
+
+    Args:
+        problem: what will run.
+        is_exhaustive: every tile that fits the card (50 to 150 of them, minutes to compile) instead of the few that
+            won somewhere.
+    """
     shape, num_rows = problem.shape, problem.num_rows
-    halves = 2 if shape.mode is LinearMode.GATED else 1
-    itemsize = problem.dtype.itemsize
     found = [LIBRARY_CONFIG]
-    divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
     if num_rows <= 2:
-        for block_k in {min(divisor, 2048), min(divisor, 1024), min(divisor, 512)}:
-            for block_n in (1, 2, 4, 8, 16):
-                for num_warps in (4, 8):
-                    for num_stages in (3, 4, 5):
-                        for programs in (2, 3):
-                            ring = block_n * halves * shape.num_inputs * itemsize * num_stages
-                            if _MIN_RING_BYTES <= ring and ring * programs <= _MAX_RING_BYTES:
-                                found.append(
-                                    LinearConfig(
-                                        LinearKind.VECTOR, block_n, block_k, 1, num_warps, num_stages, programs
-                                    )
-                                )
+        found += _vector_candidates(problem, is_exhaustive)
     if num_rows >= 2:
-        for slices, num_warps in ((1, 4), (2, 2), (4, 4), (8, 8)):
-            for block_n in (64, 128) if slices == 1 else (16, 32):
-                for block_k in (64, 128, 256):
-                    for num_stages in (3, 4, 6):
-                        ring = slices * block_n * halves * block_k * itemsize * num_stages
-                        if _MIN_RING_BYTES * 2 <= ring <= _MAX_RING_BYTES:
-                            kind = LinearKind.WARPGROUP if slices == 1 else LinearKind.MMA
-                            found.append(LinearConfig(kind, block_n, block_k, slices, num_warps, num_stages))
-    return [config for config in found if is_valid(config, shape, num_rows, problem.dtype)]
+        found += _tensor_core_candidates(problem, is_exhaustive)
+    return [config for config in dict.fromkeys(found) if is_valid(config, shape, num_rows, problem.dtype)]
+
+
+def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[LinearConfig]:
+    """Tiles of whole rows: measured best at 16 KiB a tile, 3 or 4 tiles in flight, 2 or 3 programs."""
+    shape = problem.shape
+    row_bytes = shape.num_inputs * problem.dtype.itemsize * (2 if shape.mode is LinearMode.GATED else 1)
+    divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
+    depths = itertools.product((3, 4, 5), (2, 3)) if is_exhaustive else ((4, 2), (3, 3))
+    largest = 64 << 10 if is_exhaustive else 32 << 10
+    found = []
+    for (num_stages, programs), block_n, num_warps in itertools.product(depths, (1, 2, 4, 8, 16), (4, 8)):
+        tile_bytes = block_n * row_bytes
+        fits = _MIN_RING_BYTES <= tile_bytes * num_stages and tile_bytes * num_stages * programs <= _MAX_RING_BYTES
+        is_good = tile_bytes <= largest and (tile_bytes >= 8 << 10 or is_exhaustive)
+        # A wide tile wants more threads, a narrow one fewer: the other pairings never won.
+        is_paired = is_exhaustive or (num_warps == 8) == (tile_bytes > 16 << 10)
+        if fits and is_good and is_paired:
+            for block_k in {min(divisor, 2048), min(divisor, 512)}:
+                found.append(LinearConfig(LinearKind.VECTOR, block_n, block_k, 1, num_warps, num_stages, programs))
+    return found
+
+
+def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[LinearConfig]:
+    """Tiles of the tensor-core kernels; few turns of the loop win, for each waits for its rows of x."""
+    halves = 2 if problem.shape.mode is LinearMode.GATED else 1
+    if is_exhaustive:
+        tiles = [
+            (slices, block_n, block_k, num_stages)
+            for slices, block_n, block_k, num_stages in itertools.product(
+                (1, 2, 4, 8), (16, 32, 64, 128), (64, 128, 256), (3, 4, 6)
+            )
+            if (block_n >= 64) == (slices == 1)
+        ]
+    else:
+        tiles = [
+            (4, 16, 256, 3), (4, 16, 256, 6), (8, 16, 256, 3), (8, 16, 128, 4), (4, 32, 64, 4), (4, 32, 128, 4),
+            (8, 32, 64, 4), (1, 64, 256, 4),
+        ]  # fmt: skip
+    found = []
+    for slices, block_n, block_k, num_stages in tiles:
+        ring = slices * block_n * halves * block_k * problem.dtype.itemsize * num_stages
+        if 2 * _MIN_RING_BYTES <= ring <= _MAX_RING_BYTES:
+            kind = LinearKind.WARPGROUP if slices == 1 else LinearKind.MMA
+            found.append(LinearConfig(kind, block_n, block_k, slices, max(slices, 4), num_stages))
+    return found
 
 
 def make_call(problem: LinearProblem, weight: Tensor) -> LinearCall:
@@ -200,6 +231,7 @@ def tune_decode_linear(
     device: torch.device,
     num_processes: int = 8,
     report: Callable[[LinearProblem, list[LinearTiming]], None] | None = None,
+    is_exhaustive: bool = False,
 ) -> dict[LinearProblem, list[LinearTiming]]:
     """Time every candidate of every problem and prefer the best from now on in this process.
 
@@ -208,14 +240,14 @@ def tune_decode_linear(
         device: a CUDA device.
         num_processes: compilers to run at once.
         report: called with each problem's timings as they come.
+        is_exhaustive: see candidate_configs.
 
     Returns:
         All timings, best first. linear_config.save_overrides keeps the winners.
     """
-    jobs = [(problem, config) for problem in problems for config in candidate_configs(problem)]
+    jobs = [(problem, config) for problem in problems for config in candidate_configs(problem, is_exhaustive)]
     fused = [job for job in jobs if job[1].kind is not LinearKind.LIBRARY]
     errors = compile_all(compile_linear, fused, num_processes)
-    print(len(fused), 'compiled', sum(bool(e) for e in errors.values()), __import__('time').process_time(), flush=True)
     results: dict[LinearProblem, list[LinearTiming]] = {}
     for shape in dict.fromkeys(problem.shape for problem in problems):
         mine = [problem for problem in problems if problem.shape == shape]
@@ -246,7 +278,7 @@ def _time_all(problem: LinearProblem, configs: list[LinearConfig], weights: list
     for config in configs:
         attempt(config)
     timings.sort(key=lambda timing: timing.time_us)
-    for timing in timings[:3]:
+    for timing in timings[:2]:
         if timing.config.kind is not LinearKind.LIBRARY:
             attempt(linear_config.with_trigger(timing.config, 1 - timing.config.trigger))
     return sorted(timings, key=lambda timing: timing.time_us)

@@ -50,9 +50,9 @@ def build_app(server: Server) -> FastAPI:
     """
     app = FastAPI(title="graphrunner", version=__version__, docs_url=None, redoc_url=None)
     for path, handler, kind in _POSTS:
-        _add(app, server, path, handler, "POST", {"requestBody": _body_schema(kind)})
+        _add(app, server, path, handler, body=kind)
     for path, handler in _GETS:
-        _add(app, server, path, handler, "GET", {})
+        _add(app, server, path, handler)
     install_error_handlers(app)
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -74,9 +74,7 @@ def build_app(server: Server) -> FastAPI:
     return app
 
 
-def _add(
-    app: FastAPI, server: Server, path: str, handler: Handler, method: str, openapi_extra: dict[str, object]
-) -> None:
+def _add(app: FastAPI, server: Server, path: str, handler: Handler, *, body: type[BaseModel] | None = None) -> None:
     async def endpoint(request: Request) -> Response:
         return await handler(server, request)
 
@@ -84,10 +82,10 @@ def _add(
     app.add_api_route(
         path,
         endpoint,
-        methods=[method],
+        methods=["GET" if body is None else "POST"],
         operation_id=handler.__name__,
         response_class=Response,
-        openapi_extra=openapi_extra,
+        openapi_extra=None if body is None else {"requestBody": _body_schema(body)},
     )
 
 
@@ -103,9 +101,9 @@ def _inlined(kind: type[BaseModel]) -> object:
     def resolve(node: object) -> object:
         if isinstance(node, dict):
             name = str(node.get("$ref", "")).rpartition("/")[2]
-            return (
-                resolve(definitions[name]) if "$ref" in node else {key: resolve(value) for key, value in node.items()}
-            )
+            if "$ref" in node:
+                return resolve(definitions[name])
+            return {key: resolve(value) for key, value in node.items()}
         return list(map(resolve, node)) if isinstance(node, list) else node
 
     return resolve(schema)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -316,10 +317,8 @@ class AsyncEngine:
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
-        try:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            pass  # the loop is closed: nobody is left to hear it
 
     def _run(self) -> None:
         try:

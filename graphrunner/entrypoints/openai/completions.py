@@ -59,12 +59,7 @@ async def create_completion(server: Server, request: Request) -> Response:
     params = completion_sampling(body)
     encoded = await server.encoder.encode(prompts, "prompt")
     if body.echo:
-        encoded = [
-            EncodedPrompt(await server.encoder.decode(each.token_ids, "echo"), each.token_ids)
-            if each.text is None
-            else each
-            for each in encoded
-        ]
+        encoded = [await _with_text(server, each) for each in encoded]
     job = CompletionJob(
         request_id=new_request_id("cmpl"),
         model=server.model_name,
@@ -87,6 +82,12 @@ async def create_completion(server: Server, request: Request) -> Response:
     finally:
         await generation.aclose()
     return Response(msgspec.json.encode(completion), media_type="application/json")
+
+
+async def _with_text(server: Server, prompt: EncodedPrompt) -> EncodedPrompt:
+    if prompt.text is not None:
+        return prompt
+    return EncodedPrompt(await server.encoder.decode(prompt.token_ids, "echo"), prompt.token_ids)
 
 
 async def _chunks(generation: Generation, job: CompletionJob) -> AsyncGenerator[Completion, None]:

@@ -13,7 +13,7 @@ from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.entrypoints.openai.engine_client import EngineClient, ServerTokenizer
 from graphrunner.entrypoints.openai.errors import bad_request
-from graphrunner.entrypoints.openai.protocol import Message, Tool
+from graphrunner.entrypoints.openai.protocol import Message, MessageToolCall, Tool
 
 MAX_PROMPTS = 256
 Result = TypeVar("Result")
@@ -149,23 +149,19 @@ def _turn(message: Message, place: str) -> Mapping[str, object]:
         raise bad_request(f"{place}.content", "must not hold NUL characters", "invalid_value")
     if message.role == "tool" and message.tool_call_id is None:
         raise bad_request(f"{place}.tool_call_id", "is required", "missing_required_parameter")
-    turn: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, object] = {"role": role, "content": content or ""}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
     if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
+
+
+def _call(call: MessageToolCall) -> Mapping[str, object]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _arguments(text: str) -> object:

@@ -1,7 +1,7 @@
 """What comes in: the request bodies, checked field by field. A field that is not listed here is refused by name.
 
-Fields of OpenAI's that this server cannot honour have the type `Refused`; those that change nothing here are accepted with any
-value (`Tolerated`). Bounds that the Python API shares are checked where `SamplingParams` is made.
+Fields of OpenAI's that this server cannot honour have the type `Refused`; those that change nothing here are accepted
+with any value (`Tolerated`). Bounds that the Python API shares are checked where `SamplingParams` is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _prompt_schema = {
 }
 PromptField = Annotated[Any, WithJsonSchema(_prompt_schema)]
 """Text, token ids, or a list of either; `prompts.py` takes it apart."""
-StopField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "null"}]})]
 Tolerated = Annotated[Any, WithJsonSchema({"description": "accepted and without effect"})]
 Refused = Annotated[Any, WithJsonSchema({"type": "null", "description": "not supported by this server"})]
 JsonObject = dict[str, Any]
@@ -119,7 +118,7 @@ class GenerationBody(Body):
     n: int | None = Field(default=None, ge=1, le=MAX_N)
     presence_penalty: float | None = None
     seed: int | None = None
-    stop: StopField = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -147,9 +146,9 @@ class GenerationBody(Body):
                 raise bad_request("stream_options", "only allowed when stream is true")
             if self.stream_options.include_obfuscation:
                 raise unsupported("stream_options.include_obfuscation")
-        if self.response_format is not None and self.response_format.type == "json_schema":
-            if self.response_format.json_schema is None:
-                raise bad_request("response_format.json_schema", "is required for the type json_schema")
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
+            raise bad_request("response_format.json_schema", "is required for the type json_schema")
 
     @property
     def is_usage_streamed(self) -> bool:

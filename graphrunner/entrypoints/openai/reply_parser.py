@@ -1,5 +1,6 @@
-"""A chat reply taken apart while it streams: reasoning, content, tool calls. No text is ever lost: what turns out not to
-be a call comes back as content.
+"""A chat reply taken apart while it streams: reasoning, content, tool calls.
+
+No text is ever lost: what turns out not to be a call comes back as content.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,8 +77,8 @@ class GenerationBatchResult:
     runner: str
     key: ShapeKey
     miss_reason: GraphMiss | None = None
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]] | None, ...] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    prompt_logprobs: Sequence[tuple[int, tuple[TokenLogprobs, ...]] | None] = ()
     pooled: tuple[tuple[float, ...] | None, ...] = ()
 
 

@@ -67,10 +67,11 @@ class EngineCore:
         With overlap the returned outputs are those of the step before, while the new one runs.
         """
         launched = self.launch()
+        ended = [_bare_output(update) for update in self.scheduler.take_ended_early()]
         if not self._is_overlapped:
-            return self.resolve(launched) if launched else []
+            return ended + (self.resolve(launched) if launched else [])
         finished, self._in_flight = self._in_flight, launched
-        return self.resolve(finished) if finished else []
+        return ended + (self.resolve(finished) if finished else [])
 
     def launch(self) -> PendingStep | None:
         """Schedule and start one step; None when there is nothing to compute."""
@@ -94,6 +95,16 @@ class EngineCore:
         text = f"{type(cause).__name__}: {cause}"
         failed = self.scheduler.finish_running(FinishReason.ERROR)
         return [EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=text) for request_id in failed]
+
+
+def _bare_output(update: RequestUpdate) -> EngineOutput:
+    """The end of a request that no step belongs to."""
+    return EngineOutput(
+        update.request_id,
+        finish_reason=update.finish_reason,
+        stop_reason=update.stop_reason,
+        num_cached_tokens=update.num_cached_tokens,
+    )
 
 
 def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) -> EngineOutput:

@@ -10,16 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import InvalidRequestError
-from graphrunner.core.outputs import RequestOutput
+from graphrunner.core.outputs import RequestOutput, StepRecord
 from graphrunner.core.request import FinishReason, Request
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.output_processor import OutputProcessor, RequestOutputKind
 
 if TYPE_CHECKING:
+    from graphrunner.telemetry.metrics import EngineMetrics
     from graphrunner.telemetry.step_trace import StepTrace
     from graphrunner.tokenizer.tokenizer import Tokenizer
+
+_NUM_SHOWN_STEPS = 300
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -32,6 +36,7 @@ class LLMEngine:
         core: the loop's body.
         tokenizer: None when the engine was started without one.
         processor: makes `RequestOutput`s.
+        step_trace, metrics: the account of steps.
         max_model_len: context limit, tokens.
         vocab_size: token ids go from 0 to vocab_size - 1.
         eos_token_ids: ids that end a request unless `ignore_eos`.
@@ -45,6 +50,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None,
         processor: OutputProcessor,
         step_trace: StepTrace,
+        metrics: EngineMetrics,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -54,6 +60,7 @@ class LLMEngine:
         self.core = core
         self.tokenizer = tokenizer
         self.step_trace = step_trace
+        self.metrics = metrics
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.model_name = model_name
@@ -110,6 +117,21 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
         return self.core.has_unfinished_requests()
+
+    def stats(self) -> EngineStats:
+        """A snapshot for health checks and the live page."""
+        queue = self.core.scheduler.stats()
+        steps = tuple(self.step_trace.records[-_NUM_SHOWN_STEPS:])
+        num_graph = sum(step.is_graph for step in steps)
+        return EngineStats(
+            steps=steps,
+            num_running=queue.num_running,
+            num_waiting=queue.num_waiting,
+            num_used_pages=queue.num_used_pages,
+            num_pages=queue.num_used_pages + queue.num_free_pages + queue.num_evictable_pages,
+            tokens_per_s=_tokens_per_s(steps),
+            graph_coverage=num_graph / len(steps) if steps else 0.0,
+        )
 
     def close(self) -> None:
         """Give graphs and pages back. Idempotent."""
@@ -168,3 +190,11 @@ class LLMEngine:
             )
             for child_id, child_seed in self._processor.child_ids(request_id, params.n, seed)
         ]
+
+
+def _tokens_per_s(steps: Sequence[StepRecord]) -> float:
+    """Tokens computed a second over the given steps."""
+    if not steps:
+        return 0.0
+    span_s = steps[-1].start_s + steps[-1].duration_ms / 1e3 - steps[0].start_s
+    return sum(step.num_tokens for step in steps) / span_s if span_s > 0 else 0.0

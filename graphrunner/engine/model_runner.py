@@ -11,7 +11,8 @@ from graphrunner.runner.base_runner import BaseRunner
 from graphrunner.runner.graph_account import GraphAccount, GraphReport
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.select_runner import select_runner
-from graphrunner.sampling.sampler import SampledBatch, Sampler
+from graphrunner.sampling.sampled_tokens import SampledTokens
+from graphrunner.sampling.sampler import Sampler
 
 
 class ModelRunner:
@@ -60,7 +61,7 @@ class ModelRunner:
         if selected.miss is not None and selected.missed_by:
             self._account.missed(selected.missed_by, selected.miss)
         return GenerationBatchResult(
-            tokens=sampled.tokens,
+            tokens=sampled,
             can_run_cuda_graph=selected.miss is None,
             runner=selected.runner.name,
             key=loaded.key,
@@ -92,11 +93,11 @@ class ModelRunner:
             if isinstance(runner, BaseGraphRunner):
                 runner.capture_pending()
 
-    def _store_tokens(self, batch: ScheduledBatch, sampled: SampledBatch) -> None:
+    def _store_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
         """Make the sampled tokens the rows' last ones, where the forward did not do so itself."""
         rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
         if rows:
-            token_ids = sampled.tokens.token_ids
+            token_ids = sampled.token_ids
             self.request_table.store_tokens(
                 torch.tensor(rows, dtype=torch.int32, device=token_ids.device), token_ids
             )

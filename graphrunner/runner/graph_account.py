@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from graphrunner.core.graph_miss import GraphMiss
+from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.shape_key import ShapeKey
 from graphrunner.execution.backend import CaptureStats
 from graphrunner.telemetry.log import get_logger, warn_once
@@ -68,6 +68,8 @@ class GraphAccount:
         """A step ran eagerly although `runner` is there for its kind. Warns once a reason."""
         self._misses[miss.reason.name] += 1
         self._num_eager += 1
+        if miss.reason is GraphMissReason.OFF:
+            return  # the user's own choice is no surprise
         warn_once(log, f"{id(self)}/{runner}/{miss.reason.name}", f"{runner}: no graph for a step: {miss}")
 
     def report(self) -> GraphReport:

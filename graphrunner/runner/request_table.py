@@ -43,11 +43,11 @@ class RequestTable:
 
     def store_lengths(self, request_rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Record that the rows' KV now reaches `seq_lens`. In graph: yes."""
-        self.num_computed.index_copy_(0, request_rows, torch.where(request_rows > 0, seq_lens, 0))
+        self.num_computed.index_copy_(0, request_rows.long(), torch.where(request_rows > 0, seq_lens, 0))
 
     def store_tokens(self, request_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Record the rows' newest tokens. In graph: yes."""
-        self.last_token.index_copy_(0, request_rows, torch.where(request_rows > 0, token_ids.to(torch.int32), 0))
+        self.last_token.index_copy_(0, request_rows.long(), torch.where(request_rows > 0, token_ids.to(torch.int32), 0))
 
     def _put_pages(self, row: int, start: int, pages: tuple[int, ...]) -> None:
         if pages:

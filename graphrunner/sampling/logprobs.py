@@ -1,47 +1,78 @@
-"""Logprobs of sampled and of prompt tokens, from the raw logits."""
+"""Logprobs under the raw logits of the model: no temperature, no penalty, no mask.
+
+Probabilities too small for fp32, and tokens that the model itself rules out, are reported as `LOGPROB_FLOOR`, so that
+the numbers stay finite in JSON.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 
 from graphrunner.core.outputs import TokenLogprobs
+from graphrunner.sampling.pick import finite_logits
+from graphrunner.sampling.sampled_tokens import HostCopy
+
+LOGPROB_FLOOR = -9999.0
+_ROWS_AT_ONCE = 128
 
 
-def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of one position.
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Logprobs of N positions, device.
+
+    Attributes:
+        token_ids: int64 [N]; the token that stands there.
+        logprobs: fp32 [N].
+        ranks: int64 [N]; 1 for the likeliest.
+        top_ids: int64 [N, k]; top_logprobs: fp32 [N, k]; best first.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+    def start_copy(self) -> HostCopy:
+        """Begin to bring everything to the host; for `entries_of`."""
+        return HostCopy(self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+
+
+def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> ScoredTokens:
+    """Score one token a row.
 
     Args:
-        logits: float32 [V], before temperature and penalties.
-        num_top: how many of the likeliest to report.
+        logits: [N, V], any float dtype; raw.
+        token_ids: integer [N].
+        num_top: how many of the likeliest tokens to list.
     """
-    return _entries(logits.unsqueeze(0), [token_id], num_top)[0]
+    num_top = min(num_top, logits.shape[-1])
+    blocks = zip(logits.split(_ROWS_AT_ONCE), token_ids.to(torch.int64).split(_ROWS_AT_ONCE), strict=True)
+    parts = [_score_block(block, ids, num_top) for block, ids in blocks]
+    return ScoredTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def prompt_logprobs(
-    logits: Tensor, prompt: tuple[int, ...], cached_len: int, num_top: int
-) -> tuple[int, tuple[TokenLogprobs, ...]]:
-    """Of the prompt tokens that a chunk's logits score: row i scores token cached_len + i + 1.
-
-    Args:
-        logits: float32 [query_len, V] of tokens [cached_len, cached_len + query_len).
-
-    Returns:
-        The first scored position and one entry a scored prompt token.
-    """
-    first = cached_len + 1
-    targets = list(prompt[first : cached_len + logits.shape[0] + 1])
-    return first, tuple(_entries(logits[: len(targets)], targets, num_top)) if targets else ()
+def _score_block(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    logits = finite_logits(logits)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, token_ids[:, None])
+    ranks = (logits > own).sum(dim=-1) + 1
+    top, top_ids = logits.topk(num_top, dim=-1)
+    return token_ids, _floored(own - total)[:, 0], ranks, top_ids, _floored(top - total)
 
 
-def _entries(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
-    ranks = (logprobs > chosen).sum(dim=1) + 1
-    values, ids = torch.topk(logprobs, num_top, dim=-1) if num_top else (logprobs[:, :0], logprobs[:, :0].long())
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top_values, strict=True)))
-        for token_id, logprob, rank, top_ids, top_values in zip(
-            token_ids, chosen[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True
-        )
-    ]
+def _floored(logprobs: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(logprobs, nan=LOGPROB_FLOOR).clamp(min=LOGPROB_FLOOR, max=0.0)
+
+
+def entries_of(copied: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Host entries from the tensors of `ScoredTokens.start_copy`, each cut to its own `num_top`."""
+    token_ids, logprobs, ranks, top_ids, top_logprobs = (tensor.tolist() for tensor in copied)
+    entries = []
+    for index, count in enumerate(num_top):
+        pairs = sorted(zip(top_ids[index], top_logprobs[index], strict=True), key=lambda pair: (-pair[1], pair[0]))
+        entries.append(TokenLogprobs(token_ids[index], logprobs[index], ranks[index], tuple(pairs[:count])))
+    return entries

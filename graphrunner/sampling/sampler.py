@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from graphrunner.core.outputs import ModelOutput, TokenLogprobs
-from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
+from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.kernels.noise import gumbel_noise
-from graphrunner.sampling.filters import scale_and_filter
-from graphrunner.sampling.logprobs import prompt_logprobs, token_logprobs
+from graphrunner.sampling.logprobs import entries_of, score_tokens
+from graphrunner.sampling.pick import pick_greedy, pick_random
 from graphrunner.sampling.row_state import RowState, apply_row_state
+from graphrunner.sampling.rows import SamplingRows
+from graphrunner.sampling.sampled_tokens import SampledTokens
 
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Tokens on their way to the host; a `TokenHandle`.
-
-    Attributes:
-        token_ids: int32 [num_sampled], device.
-    """
-
-    token_ids: Tensor
-
-    def wait(self) -> list[int]:
-        """See `TokenHandle.wait`."""
-        return self.token_ids.tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class SampledBatch:
-    """What sampling adds to a step; columns have one entry a request."""
-
-    tokens: SampledTokens
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]] | None, ...] = ()
+PromptEntries = tuple[int, tuple[TokenLogprobs, ...]]
 
 
 class Sampler:
@@ -51,20 +30,23 @@ class Sampler:
 
     def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
+        self.rows = SamplingRows(num_rows, device)
         self._device = device
-        self._temperature = torch.zeros(num_rows, dtype=torch.float32, device=device)
-        self._top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._top_p = torch.ones(num_rows, dtype=torch.float32, device=device)
-        self._min_p = torch.zeros(num_rows, dtype=torch.float32, device=device)
-        self._seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._token_range = torch.arange(vocab_size, dtype=torch.int64, device=device)
         self._states: dict[int, RowState] = {}
         self._random_rows: set[int] = set()
 
     def apply(self, batch: ScheduledBatch, eos_token_ids: frozenset[int] = frozenset()) -> None:
         """Take in new rows. No work in a steady step."""
+        if not batch.row_inits:
+            return
+        self.rows.write(batch.row_inits)
         for init in batch.row_inits:
-            self._put_row(init, eos_token_ids)
+            (self._random_rows.discard if init.sampling_params.is_greedy else self._random_rows.add)(init.row)
+            state = RowState.of(init, self.vocab_size, self._device, eos_token_ids)
+            if state is None:
+                self._states.pop(init.row, None)
+            else:
+                self._states[init.row] = state
 
     def sample_in_graph(
         self, logits: Tensor, request_rows: Tensor, seq_lens: Tensor, variant: ForwardVariant
@@ -78,100 +60,70 @@ class Sampler:
             int32 [R]. In graph: yes. Sync: none.
         """
         if variant is ForwardVariant.GREEDY:
-            return torch.argmax(logits, dim=-1).to(torch.int32)
-        temperature = self._temperature.index_select(0, request_rows)
-        kept = scale_and_filter(
-            logits,
-            temperature,
-            self._top_k.index_select(0, request_rows),
-            self._top_p.index_select(0, request_rows),
-            self._min_p.index_select(0, request_rows),
-        )
-        noise = gumbel_noise(self._seed.index_select(0, request_rows), seq_lens, self._token_range)
-        drawn = torch.argmax(kept + noise, dim=-1)
-        return torch.where(temperature > 0, drawn, torch.argmax(logits, dim=-1)).to(torch.int32)
+            return pick_greedy(logits)
+        return pick_random(logits, self.rows.gather(request_rows, seq_lens))
 
-    def sample(self, output: ModelOutput, batch: ScheduledBatch) -> SampledBatch:
+    def sample(self, output: ModelOutput, batch: ScheduledBatch) -> SampledTokens:
         """Tokens of the rows that sample, and the logprobs that were asked for.
 
         Sync: only when some row has penalties or wants logprobs.
         """
         sampled = [index for index, samples in enumerate(batch.samples) if samples]
         if output.token_ids is not None:
-            return SampledBatch(SampledTokens(_rows(output.token_ids, sampled, batch.num_reqs)))
+            return SampledTokens(output.token_ids, sampled)
         assert output.logits is not None
-        raw = output.logits.float()
-        prompts = self._prompt_logprobs(raw, batch) if batch.needs_all_logits else ()
-        if raw.shape[0] != batch.num_reqs:
-            ends = torch.tensor(batch.query_lens, device=self._device).cumsum(0) - 1
-            raw = raw.index_select(0, ends)
-        raw = _rows(raw, sampled, batch.num_reqs)
+        logits = output.logits
+        prompts = self._prompt_logprobs(logits, batch) if batch.needs_all_logits else ()
+        if logits.shape[0] != batch.num_reqs:
+            logits = logits.index_select(0, self._indices(batch.query_lens).cumsum(0) - 1)
+        if len(sampled) != batch.num_reqs:
+            logits = logits.index_select(0, self._indices(sampled))
         if not sampled:
-            return SampledBatch(SampledTokens(torch.zeros(0, dtype=torch.int32)), (), prompts)
+            return SampledTokens(torch.zeros(0, dtype=torch.int32), None, (), prompts)
         rows = [batch.rows[index] for index in sampled]
-        seq_lens = [batch.cached_lens[index] + batch.query_lens[index] for index in sampled]
         states = [self._states.get(row) for row in rows]
-        logits = apply_row_state(raw, states) if any(states) else raw
-        variant = ForwardVariant.SAMPLE if self._is_any_random(rows) else ForwardVariant.GREEDY
-        device_rows = torch.tensor(rows, dtype=torch.int32, device=self._device)
-        lengths = torch.tensor(seq_lens, dtype=torch.int32, device=self._device)
-        token_ids = self.sample_in_graph(logits, device_rows, lengths, variant)
-        logprobs = self._after(batch, sampled, states, token_ids, raw)
-        return SampledBatch(SampledTokens(token_ids), logprobs, prompts)
+        shaped = apply_row_state(logits.float(), states) if any(states) else logits
+        is_random = any(row in self._random_rows for row in rows)
+        lengths = self._indices([batch.cached_lens[index] + batch.query_lens[index] for index in sampled])
+        variant = ForwardVariant.SAMPLE if is_random else ForwardVariant.GREEDY
+        token_ids = self.sample_in_graph(shaped, self._indices(rows), lengths, variant)
+        logprobs = self._after(batch, sampled, states, token_ids, logits) if any(states) else ()
+        return SampledTokens(token_ids, None, logprobs, prompts)
 
     def _after(
         self, batch: ScheduledBatch, sampled: list[int], states: list[RowState | None], token_ids: Tensor, raw: Tensor
     ) -> tuple[TokenLogprobs | None, ...]:
-        """Let penalties know the tokens; logprobs by request, empty when nobody asked."""
-        if not any(states):
+        """Let penalties know the tokens; logprobs by request, empty when nobody asked. Sync: yes."""
+        for state, token in zip(states, token_ids.tolist(), strict=True):
+            if state is not None:
+                state.add_output(token)
+        places = [p for p, state in enumerate(states) if state is not None and state.num_logprobs is not None]
+        if not places:
             return ()
+        wanted = [state.num_logprobs or 0 for state in states if state is not None and state.num_logprobs is not None]
+        index = self._indices(places)
+        scored = score_tokens(raw.index_select(0, index), token_ids.index_select(0, index), max(wanted))
         columns: list[TokenLogprobs | None] = [None] * batch.num_reqs
-        for place, (index, state, token) in enumerate(zip(sampled, states, token_ids.tolist(), strict=True)):
-            if state is None:
-                continue
-            state.add_output(token)
-            if state.num_logprobs is not None:
-                columns[index] = token_logprobs(raw[place], token, state.num_logprobs)
+        for place, entry in zip(places, entries_of(scored.start_copy().wait(), wanted), strict=True):
+            columns[sampled[place]] = entry
         return tuple(columns)
 
-    def _prompt_logprobs(
-        self, logits: Tensor, batch: ScheduledBatch
-    ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]] | None, ...]:
-        columns: list[tuple[int, tuple[TokenLogprobs, ...]] | None] = []
+    def _prompt_logprobs(self, logits: Tensor, batch: ScheduledBatch) -> tuple[PromptEntries | None, ...]:
+        """Row i of a chunk scores the prompt token after it; the chunk's first scored position comes along."""
+        columns: list[PromptEntries | None] = []
         start = 0
         for row, cached_len, query_len in zip(batch.rows, batch.cached_lens, batch.query_lens, strict=True):
             state = self._states.get(row)
-            if state is None or state.num_prompt_logprobs is None:
+            num_top = state.num_prompt_logprobs if state is not None else None
+            targets = state.prompt[cached_len + 1 : cached_len + query_len + 1] if state is not None else ()
+            if num_top is None or not targets:
                 columns.append(None)
             else:
-                rows = logits[start : start + query_len]
-                columns.append(prompt_logprobs(rows, state.prompt, cached_len, state.num_prompt_logprobs))
+                scored = score_tokens(logits[start : start + len(targets)], self._indices(targets), num_top)
+                entries = entries_of(scored.start_copy().wait(), [num_top] * len(targets))
+                columns.append((cached_len + 1, tuple(entries)))
             start += query_len
         return tuple(columns)
 
-    def _is_any_random(self, rows: list[int]) -> bool:
-        return any(row in self._random_rows for row in rows)
-
-    def _put_row(self, init: RowInit, eos_token_ids: frozenset[int]) -> None:
-        params, row = init.sampling_params, init.row
-        self._temperature[row] = params.temperature
-        self._top_k[row] = max(params.top_k, 0)
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._seed[row] = init.seed
-        if params.is_greedy:
-            self._random_rows.discard(row)
-        else:
-            self._random_rows.add(row)
-        state = RowState.of(init, self.vocab_size, self._device, eos_token_ids)
-        if state is None:
-            self._states.pop(row, None)
-        else:
-            self._states[row] = state
-
-
-def _rows(tensor: Tensor, wanted: list[int], count: int) -> Tensor:
-    """The wanted rows; the tensor itself when that is all of them."""
-    if len(wanted) == count:
-        return tensor[:count]
-    return tensor.index_select(0, torch.tensor(wanted, dtype=torch.int64, device=tensor.device))
+    def _indices(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -113,7 +113,8 @@ def default_config(shape: LinearShape, num_rows: int, dtype: torch.dtype) -> Lin
         block_k = min(divisor, 2048)
         if shape.num_inputs // block_k > 16:
             return LIBRARY_CONFIG
-        return LinearConfig(LinearKind.VECTOR, block_n, block_k, num_warps=8, num_stages=4)
+        is_long = block_n * shape.num_inputs * dtype.itemsize > 24 << 10
+        return LinearConfig(LinearKind.VECTOR, block_n, block_k, num_warps=8, num_stages=3 if is_long else 4)
     if dtype is not torch.bfloat16:
         # A float16 row times the norm weight could overflow before the norm's factor is applied.
         return LIBRARY_CONFIG

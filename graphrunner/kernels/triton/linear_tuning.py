@@ -82,7 +82,7 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     shape = problem.shape
     row_bytes = shape.num_inputs * problem.dtype.itemsize * (2 if shape.mode is LinearMode.GATED else 1)
     divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
-    depths = itertools.product((3, 4, 5), (2, 3)) if is_exhaustive else ((4, 2), (3, 3))
+    depths = itertools.product((3, 4, 5), (2, 3)) if is_exhaustive else ((4, 2), (3, 3), (3, 2))
     largest = 64 << 10 if is_exhaustive else 32 << 10
     found = []
     for (num_stages, programs), block_n, num_warps in itertools.product(depths, (1, 2, 4, 8, 16), (4, 8)):
@@ -91,6 +91,8 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
         is_good = tile_bytes <= largest and (tile_bytes >= 8 << 10 or is_exhaustive)
         # A wide tile wants more threads, a narrow one fewer: the other pairings never won.
         is_paired = is_exhaustive or (num_warps == 8) == (tile_bytes > 16 << 10)
+        if not is_exhaustive and (num_stages, programs) == (3, 2) and tile_bytes < 24 << 10:
+            continue  # only for rows too long to keep more in flight
         if fits and is_good and is_paired:
             for block_k in {min(divisor, 2048), min(divisor, 512)}:
                 found.append(LinearConfig(LinearKind.VECTOR, block_n, block_k, 1, num_warps, num_stages, programs))
@@ -111,7 +113,7 @@ def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list
     else:
         tiles = [
             (4, 16, 256, 3), (4, 16, 256, 6), (8, 16, 256, 3), (8, 16, 128, 4), (4, 32, 64, 4), (4, 32, 128, 4),
-            (8, 32, 64, 4), (1, 64, 256, 4),
+            (8, 32, 64, 4), (1, 64, 256, 4), (4, 16, 128, 4), (8, 16, 64, 4),
         ]  # fmt: skip
     found = []
     for slices, block_n, block_k, num_stages in tiles:

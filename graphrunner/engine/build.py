@@ -1,0 +1,268 @@
+"""The only file that wires: from a configuration to a running engine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from graphrunner.attention.backend import AttentionBackend, GraphSupport
+from graphrunner.attention.registry import create_attention
+from graphrunner.config.engine_config import CapturePolicy, EngineConfig, GraphBackend, LoadConfig, SchedulerConfig
+from graphrunner.config.model_config import ModelConfig
+from graphrunner.core.errors import ConfigError
+from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.engine.engine_core import EngineCore
+from graphrunner.engine.llm_engine import LLMEngine
+from graphrunner.engine.memory_plan import plan_num_pages
+from graphrunner.engine.model_runner import ModelRunner
+from graphrunner.engine.output_processor import OutputProcessor
+from graphrunner.engine.step_forward import StepForward
+from graphrunner.execution.backend import ExecutionBackend
+from graphrunner.execution.recording import RecordingBackend
+from graphrunner.kvcache.page_allocator import PageAllocator
+from graphrunner.kvcache.pool import KVPool
+from graphrunner.kvcache.prefix_cache import NoPrefixCache
+from graphrunner.kvcache.radix_cache import RadixCache
+from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.models.registry import LanguageModel, ModelImpl, load_model
+from graphrunner.runner.base_runner import BaseRunner
+from graphrunner.runner.capture_sizes import default_decode_sizes, default_prefill_sizes, user_sizes
+from graphrunner.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from graphrunner.runner.eager_runner import EagerRunner
+from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from graphrunner.runner.request_table import RequestTable
+from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.sampling.sampler import Sampler
+from graphrunner.scheduler.scheduler import Scheduler
+from graphrunner.telemetry.metrics import EngineMetrics
+from graphrunner.telemetry.step_trace import StepTrace
+from graphrunner.tokenizer.gguf_tokenizer import tokenizer_from_gguf
+from graphrunner.tokenizer.hf_tokenizer import tokenizer_from_hf
+from graphrunner.tokenizer.tokenizer import Tokenizer
+from graphrunner.weights.gguf_reader import GGUFFile
+from graphrunner.weights.progress import progress_bar
+from graphrunner.weights.source import LoadFormat, ModelSource, load_model_config, resolve_source
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_engine(config: EngineConfig) -> LLMEngine:
+    """Load the model, size the KV pool, record graphs, and join everything.
+
+    Raises:
+        ConfigError, ModelLoadError: one line that names the setting or the file.
+    """
+    if config.speculative:
+        raise ConfigError("speculative_config", config.speculative, "speculative decoding is not available")
+    device = _device(config.load.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif device.type == "cpu":
+        torch.set_num_threads(_num_physical_cores())
+    source = resolve_source(
+        config.load.model, LoadFormat(config.load.load_format), is_pickle_allowed=config.load.allow_pickle
+    )
+    model_config = load_model_config(source)
+    limits = _limits(config.scheduler, model_config)
+    model = _load(config.load, source, model_config, device, limits.max_model_len)
+    tokenizer = None if config.load.skip_tokenizer_init else _tokenizer(config.load, source)
+    eos = frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
+    parts = _Parts(config, limits, model_config, model, device)
+    model_runner, scheduler = parts.build(eos)
+    trace, metrics = StepTrace(), EngineMetrics()
+
+    def on_step(record: object) -> None:
+        trace.add(record)  # type: ignore[arg-type]
+        metrics.add_step(record)  # type: ignore[arg-type]
+
+    core = EngineCore(scheduler, model_runner, is_overlapped=limits.overlap, on_step=on_step)
+    return LLMEngine(
+        core,
+        tokenizer=tokenizer,
+        processor=OutputProcessor(),
+        step_trace=trace,
+        metrics=metrics,
+        max_model_len=limits.max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=eos,
+        model_name=source.name,
+        seed=config.load.seed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Builds what depends on the loaded model."""
+
+    config: EngineConfig
+    limits: SchedulerConfig
+    model_config: ModelConfig
+    model: LanguageModel
+    device: torch.device
+
+    def build(self, eos: frozenset[int]) -> tuple[ModelRunner, Scheduler]:
+        cache, limits = self.config.cache, self.limits
+        dtype = self.model.options.dtype
+        bytes_per_page = self.model.kv_spec.bytes_per_page(cache.page_size, dtype)
+        num_pages = plan_num_pages(cache, limits, bytes_per_page, self.device, self._reserved_bytes())
+        pool = KVPool(self.model.kv_spec, num_pages, cache.page_size, dtype, self.device)
+        allocator = PageAllocator(num_pages)
+        prefix = (
+            RadixCache(allocator, cache.page_size) if cache.enable_prefix_caching else NoPrefixCache(allocator)
+        )
+        max_pages = -(-limits.max_model_len // cache.page_size)
+        scheduler = Scheduler(
+            limits, allocator, prefix, page_size=cache.page_size, max_model_len=limits.max_model_len,
+            max_pages_per_row=max_pages,
+        )  # fmt: skip
+        num_rows = limits.max_num_seqs + 1
+        table = RequestTable(num_rows, max_pages, self.device)
+        sampler = Sampler(self.model_config.vocab_size, num_rows, self.device)
+        attention = create_attention(self.device)
+        forward = StepForward(self.model, sampler)
+        context = RunnerContext(
+            forward, forward.tail, table, pool.layers, attention, self.device, cache.page_size, limits.max_model_len
+        )
+        account = GraphAccount()
+        eager = EagerRunner(context)
+        runner = ModelRunner(
+            decode_cuda_graph_runner=self._decode_runner(context, account, eager, attention),
+            prefill_cuda_graph_runner=self._prefill_runner(context, account, eager, attention),
+            eager_runner=eager,
+            request_table=table,
+            sampler=sampler,
+            account=account,
+            eos_token_ids=eos,
+        )
+        _capture(runner, self.device)
+        return runner, scheduler
+
+    def _reserved_bytes(self) -> int:
+        """Device memory for graphs and activations, from shapes: hidden rows, logits, attention partials."""
+        if self.device.type != "cuda":
+            return 0
+        config, limits = self.model_config, self.limits
+        widest = max(config.intermediate_size * 3, config.hidden_size * 8)
+        activations = limits.max_num_batched_tokens * widest * 2 * 4
+        logits = limits.max_num_seqs * config.vocab_size * 4 * 4
+        return activations + logits + (1 << 30)
+
+    def _decode_runner(
+        self, context: RunnerContext, account: GraphAccount, eager: BaseRunner, attention: AttentionBackend
+    ) -> BaseRunner:
+        graph = self.config.graph
+        support = min(attention.graph_support, self.model.graph_support)
+        backend = _execution_backend(graph.decode_graph, self.device, support, GraphSupport.DECODE)
+        if backend is None or graph.capture is CapturePolicy.OFF:
+            return eager
+        limit = self.limits.max_num_seqs
+        sizes = user_sizes(graph.decode_sizes, limit) if graph.decode_sizes else default_decode_sizes(limit)
+        variants = tuple(variant for variant in ForwardVariant if variant is not ForwardVariant.HIDDEN)
+        is_lazy = graph.capture is CapturePolicy.LAZY
+        return DecodeCudaGraphRunner(context, backend, account, sizes, variants=variants, is_lazy=is_lazy)
+
+    def _prefill_runner(
+        self, context: RunnerContext, account: GraphAccount, eager: BaseRunner, attention: AttentionBackend
+    ) -> BaseRunner:
+        graph, limits = self.config.graph, self.limits
+        support = min(attention.graph_support, self.model.graph_support)
+        backend = _execution_backend(graph.prefill_graph, self.device, support, GraphSupport.ALWAYS)
+        if graph.prefill_graph is GraphBackend.AUTO and self.device.type == "cpu":
+            backend = None  # a replay on the CPU calls the same operators, so padding a prompt would only cost
+        if backend is None or graph.capture is CapturePolicy.OFF:
+            return eager
+        limit = limits.max_num_batched_tokens
+        sizes = user_sizes(graph.prefill_sizes, limit) if graph.prefill_sizes else default_prefill_sizes(limit)
+        is_lazy = graph.capture is CapturePolicy.LAZY
+        return PrefillCudaGraphRunner(
+            context, backend, account, sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy
+        )
+
+
+def _execution_backend(
+    wanted: GraphBackend, device: torch.device, support: GraphSupport, needed: GraphSupport
+) -> ExecutionBackend | None:
+    """The backend of a phase; None when graphs are off or the attention cannot be recorded."""
+    if wanted is GraphBackend.AUTO:
+        wanted = GraphBackend.FULL if device.type == "cuda" else GraphBackend.RECORDING
+        if support < needed:
+            return None
+    if wanted is GraphBackend.OFF:
+        return None
+    if wanted is GraphBackend.RECORDING:
+        return RecordingBackend()
+    if wanted is GraphBackend.FULL and device.type == "cuda":
+        from graphrunner.execution.full_cuda_graph import FullCudaGraphBackend
+
+        return FullCudaGraphBackend()
+    raise ConfigError("decode_graph/prefill_graph", wanted.value, f"not available on {device.type}")
+
+
+def _capture(runner: ModelRunner, device: torch.device) -> None:
+    """Record under a progress bar (on a terminal, and where it takes long enough to be seen)."""
+    from rich.progress import Progress
+
+    is_shown = device.type == "cuda" and sys.stderr.isatty()
+    with Progress(transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("capturing", total=None)
+        runner.capture(lambda name, done, total: progress.update(task, description=name, completed=done, total=total))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError("device", name, "must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "this machine or this build of torch has no CUDA device")
+    return torch.device(name)
+
+
+def _num_physical_cores() -> int:
+    import psutil
+
+    return psutil.cpu_count(logical=False) or 1
+
+
+def _limits(given: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:
+    """The scheduler's section with the context limit of the model put in."""
+    from dataclasses import replace
+
+    if given.max_model_len > model.max_position:
+        if given.max_model_len == SchedulerConfig().max_model_len:
+            return replace(given, max_model_len=model.max_position)
+        raise ConfigError("max_model_len", given.max_model_len, f"the model's limit is {model.max_position}")
+    return given
+
+
+def _load(
+    load: LoadConfig, source: ModelSource, config: ModelConfig, device: torch.device, max_model_len: int
+) -> LanguageModel:
+    if load.dtype != "auto" and load.dtype not in _DTYPES:
+        raise ConfigError("dtype", load.dtype, f"must be auto or one of {', '.join(_DTYPES)}")
+    is_cpu = device.type == "cpu"
+    name = ("float32" if is_cpu else config.dtype) if load.dtype == "auto" else load.dtype
+    options = ModelOptions(
+        dtype=_DTYPES.get(name, torch.bfloat16),
+        device=device,
+        num_positions=max_model_len,
+        quantization=Quantization.from_name(load.quantization),
+        trust_remote_code=load.trust_remote_code,
+    )
+    try:
+        impl = ModelImpl(load.model_impl)
+    except ValueError:
+        raise ConfigError("model_impl", load.model_impl, "must be auto, native or transformers") from None
+    with progress_bar("loading", is_shown=sys.stderr.isatty()) as on_progress:
+        return load_model(source, config, options, impl=impl, seed=load.seed, on_progress=on_progress)
+
+
+def _tokenizer(load: LoadConfig, source: ModelSource) -> Tokenizer:
+    if load.tokenizer:
+        return tokenizer_from_hf(load.tokenizer, is_remote_code_trusted=load.trust_remote_code)
+    if source.path.is_file():
+        return tokenizer_from_gguf(GGUFFile(source.path).metadata, source.name)
+    return tokenizer_from_hf(source.path, is_remote_code_trusted=load.trust_remote_code)

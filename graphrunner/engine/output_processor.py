@@ -1,0 +1,254 @@
+"""Token ids in, `RequestOutput`s out: text, stop strings, logprobs by name, and the fan-in of `n` outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from graphrunner.core.outputs import CompletionOutput, EngineOutput, Logprob, RequestOutput, TokenLogprobs
+from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.tokenizer.detokenizer import IncrementalDetokenizer
+from graphrunner.tokenizer.stop import StopMatcher
+from graphrunner.tokenizer.tokenizer import Tokenizer
+
+_SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+_SEED_MASK = (1 << 62) - 1
+
+
+class RequestOutputKind(Enum):
+    """How much each `RequestOutput` holds."""
+
+    CUMULATIVE = "cumulative"  # everything so far
+    DELTA = "delta"  # what is new
+    FINAL_ONLY = "final"  # one output, at the end
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOutputs:
+    """Outputs to hand out, and sequences that a stop string ended: the engine must be told."""
+
+    outputs: list[RequestOutput]
+    to_finish: list[str]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One of the n outputs."""
+
+    completion: CompletionOutput
+    detokenizer: IncrementalDetokenizer | None
+    matcher: StopMatcher | None
+    is_finished: bool = False
+    num_sent_tokens: int = 0
+    num_sent_chars: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    """One request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    kind: RequestOutputKind
+    tokenizer: Tokenizer | None
+    sequences: list[_Sequence]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    num_unfinished: int = field(default=0)
+
+
+class OutputProcessor:
+    """Holds the text side of every live request. Host only."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, _State] = {}
+        self._parents: dict[str, tuple[_State, int]] = {}
+
+    @staticmethod
+    def child_ids(request_id: str, n: int, seed: int) -> list[tuple[str, int]]:
+        """The sequences of a request and their seeds: the first keeps the request's own."""
+        if n == 1:
+            return [(request_id, seed)]
+        return [(f"{request_id}#{k}", (seed + k * _SEED_MULTIPLIER) & _SEED_MASK if k else seed) for k in range(n)]
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        kind: RequestOutputKind,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """Begin a request; its id must not be live."""
+        assert request_id not in self._states, f"request {request_id} is live"
+        voice = tokenizer if params.detokenize else None
+        sequences = [_new_sequence(index, params, voice) for index in range(params.n)]
+        state = _State(request_id, prompt, prompt_token_ids, params, kind, voice, sequences)
+        state.num_unfinished = params.n
+        if params.prompt_logprobs is not None:
+            state.prompt_logprobs = [None] * len(prompt_token_ids)
+        self._states[request_id] = state
+        for index, (child_id, _) in enumerate(self.child_ids(request_id, params.n, 0)):
+            self._parents[child_id] = (state, index)
+
+    def remove_request(self, request_id: str) -> list[str]:
+        """Forget a request; the ids of its sequences, empty when it was not live."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return []
+        children = [child_id for child_id, _ in self.child_ids(request_id, state.params.n, 0)]
+        for child_id in children:
+            self._parents.pop(child_id, None)
+        return children
+
+    def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
+        """Take in what a step added. Outputs of requests that are gone are dropped."""
+        touched: dict[str, _State] = {}
+        to_finish: list[str] = []
+        for output in outputs:
+            if output.request_id not in self._parents:
+                continue
+            state, index = self._parents[output.request_id]
+            sequence = state.sequences[index]
+            if sequence.is_finished:
+                continue
+            if self._take(state, sequence, output):
+                to_finish.append(output.request_id)
+            if sequence.is_finished:
+                state.num_unfinished -= 1
+            touched[state.request_id] = state
+        made = [self._output_of(state) for state in touched.values() if self._is_shown(state)]
+        for state in touched.values():
+            if state.num_unfinished == 0:
+                self.remove_request(state.request_id)
+        return ProcessedOutputs(made, to_finish)
+
+    def _take(self, state: _State, sequence: _Sequence, output: EngineOutput) -> bool:
+        """Add an output to its sequence; whether a stop string ended it."""
+        state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs and state.prompt_logprobs is not None:
+            for offset, entry in enumerate(output.prompt_logprobs):
+                state.prompt_logprobs[output.prompt_logprobs_start + offset] = _named(entry, state.tokenizer)
+        stopped_by: str | None = None
+        for place, token_id in enumerate(output.new_token_ids):
+            entry = output.logprobs[place] if output.logprobs else None
+            stopped_by = _add_token(sequence, token_id, entry, state.tokenizer, _is_silent(output, place))
+            if stopped_by is not None:
+                break
+        if stopped_by is not None:
+            sequence.is_finished = True
+            sequence.completion.finish_reason, sequence.completion.stop_reason = "stop", stopped_by
+            return output.finish_reason is None
+        if output.finish_reason is not None:
+            sequence.is_finished = True
+            _flush(sequence)
+            if sequence.completion.finish_reason is None:
+                sequence.completion.finish_reason = output.finish_reason.value
+                sequence.completion.stop_reason = output.error or output.stop_reason
+        return False
+
+    @staticmethod
+    def _is_shown(state: _State) -> bool:
+        return state.kind is not RequestOutputKind.FINAL_ONLY or state.num_unfinished == 0
+
+    @staticmethod
+    def _output_of(state: _State) -> RequestOutput:
+        is_delta = state.kind is RequestOutputKind.DELTA
+        completions = [_delta(sequence) if is_delta else sequence.completion for sequence in state.sequences]
+        return RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=completions,
+            finished=state.num_unfinished == 0,
+            num_cached_tokens=state.num_cached_tokens,
+            prompt_logprobs=state.prompt_logprobs,
+        )
+
+
+def _new_sequence(index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> _Sequence:
+    completion = CompletionOutput(index)
+    if params.logprobs is not None:
+        completion.logprobs, completion.cumulative_logprob = [], 0.0
+    detokenizer = None
+    if tokenizer is not None:
+        detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+    matcher = None
+    if params.stop_strings:
+        matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+    return _Sequence(completion, detokenizer, matcher)
+
+
+def _is_silent(output: EngineOutput, place: int) -> bool:
+    """Whether this token is the end or stop token that finished the request: it is counted but not spelled."""
+    is_last = place == len(output.new_token_ids) - 1
+    return is_last and isinstance(output.stop_reason, int) and output.new_token_ids[place] == output.stop_reason
+
+
+def _add_token(
+    sequence: _Sequence, token_id: int, entry: TokenLogprobs | None, tokenizer: Tokenizer | None, is_silent: bool
+) -> str | None:
+    """Append one token; the stop string it completed, or None."""
+    completion = sequence.completion
+    completion.token_ids.append(token_id)
+    if entry is not None and completion.logprobs is not None:
+        completion.logprobs.append(_named(entry, tokenizer))
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprob
+    if sequence.detokenizer is None or is_silent:
+        return None
+    text = sequence.detokenizer.append([token_id])
+    if sequence.matcher is None:
+        completion.text += text
+        return None
+    found = sequence.matcher.append(text)
+    completion.text += found.text
+    return found.stop
+
+
+def _flush(sequence: _Sequence) -> None:
+    """What the detokenizer and the matcher still hold becomes text; a stop may complete in it."""
+    if sequence.detokenizer is None:
+        return
+    text = sequence.detokenizer.finish()
+    if sequence.matcher is not None:
+        found = sequence.matcher.append(text)
+        text = found.text
+        if found.stop is not None:
+            sequence.completion.finish_reason, sequence.completion.stop_reason = "stop", found.stop
+        else:
+            text += sequence.matcher.finish()
+    sequence.completion.text += text
+
+
+def _delta(sequence: _Sequence) -> CompletionOutput:
+    """The part of a completion that was not handed out yet."""
+    whole = sequence.completion
+    first_token, first_char = sequence.num_sent_tokens, sequence.num_sent_chars
+    sequence.num_sent_tokens, sequence.num_sent_chars = len(whole.token_ids), len(whole.text)
+    return CompletionOutput(
+        index=whole.index,
+        text=whole.text[first_char:],
+        token_ids=whole.token_ids[first_token:],
+        cumulative_logprob=whole.cumulative_logprob,
+        logprobs=None if whole.logprobs is None else whole.logprobs[first_token:],
+        finish_reason=whole.finish_reason,
+        stop_reason=whole.stop_reason,
+    )
+
+
+def _named(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """User-facing logprobs of one position: the token itself first, then the likeliest."""
+    chosen = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked: Sequence[tuple[int, float, int]] = [(i, p, rank) for rank, (i, p) in enumerate(entry.top, start=1)]
+    return {
+        token_id: Logprob(logprob, rank, tokenizer.decode([token_id]) if tokenizer else None)
+        for token_id, logprob, rank in [*chosen, *(item for item in ranked if item[0] != entry.token_id)]
+    }

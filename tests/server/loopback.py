@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import httpx
 import openai
+from scripted_engine import FakeEngine
 
 from graphrunner.entrypoints.openai.async_engine import AsyncEngine
 from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
 from graphrunner.entrypoints.openai.server_options import ServerOptions
-
-from scripted_engine import FakeEngine, FakeKind
 
 
 @dataclass
@@ -66,7 +65,7 @@ def start_server(
         return engines[0]
 
     process = ServerProcess(
-        lambda on_death: AsyncEngine(built, delta_kind=FakeKind.DELTA, on_death=on_death),
+        lambda on_death: AsyncEngine(built, on_death=on_death),
         options or ServerOptions(port=0),
         on_listening=lambda url: (urls.append(url), listening.set()),  # type: ignore[func-returns-value]
         on_ready=ready.set,

@@ -6,21 +6,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import CompletionOutput, Logprob, RequestOutput
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.engine.output_processor import RequestOutputKind
 
 VOCAB_SIZE = 260
 EOS = 256
 BOS = 257
 MAX_MODEL_LEN = 64
-
-
-class FakeKind(Enum):
-    DELTA = "delta"
 
 
 class ByteTokenizer:
@@ -48,8 +44,10 @@ class ByteTokenizer:
 
 
 class FakeMetrics:
-    def text(self) -> bytes:
-        return b"# HELP graphrunner_steps_total Steps\n# TYPE graphrunner_steps_total counter\ngraphrunner_steps_total 1\n"
+    def text(self, stats: EngineStats | None = None) -> bytes:
+        return (
+            b"# HELP graphrunner_steps_total Steps\n# TYPE graphrunner_steps_total counter\ngraphrunner_steps_total 1\n"
+        )
 
 
 @dataclass
@@ -85,9 +83,15 @@ class FakeEngine:
         self.is_closed = False
 
     def add_request(
-        self, request_id: str, prompt: Sequence[int], sampling_params: SamplingParams, *, priority: int, output_kind: Enum
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        priority: int,
+        output_kind: RequestOutputKind,
     ) -> None:
-        assert output_kind is FakeKind.DELTA
+        assert output_kind is RequestOutputKind.DELTA
         assert request_id not in self.live
         if bytes(i for i in prompt if i < 256) == b"refuse me":
             raise InvalidRequestError("prompt", "refuse me", "is refused")

@@ -27,7 +27,9 @@ def refused(answer: httpx.Response, param: str | None, status: int = 400) -> str
     return str(body["error"]["message"])
 
 
-@pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["a", ""], [[1], []], None, 5, {"a": 1}, [1, "a"], [1.5], [True]])
+@pytest.mark.parametrize(
+    "prompt", ["", [""], [], [[]], ["a", ""], [[1], []], None, 5, {"a": 1}, [1, "a"], [1.5], [True]]
+)
 def test_empty_or_odd_prompts(http: httpx.Client, prompt: object) -> None:
     refused(http.post(COMPLETIONS, json={"prompt": prompt}), "prompt")
 

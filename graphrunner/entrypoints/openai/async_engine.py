@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import EngineDeadError, GraphRunnerError, InvalidRequestError
 from graphrunner.core.outputs import RequestOutput
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.engine.output_processor import RequestOutputKind
 from graphrunner.entrypoints.openai.engine_client import Health, HealthState, Pooling, ServerTokenizer
 
 STATS_INTERVAL_S = 0.1
@@ -30,11 +30,14 @@ JOIN_TIMEOUT_S = 10.0
 class MetricsSource(Protocol):
     """The engine's metrics. `text` may be called from any thread."""
 
-    def text(self) -> bytes: ...
+    def text(self, stats: EngineStats | None = None) -> bytes: ...
 
 
 class SyncEngine(Protocol):
-    """The engine as its thread drives it (`graphrunner.engine.llm_engine.LLMEngine`). Not thread-safe."""
+    """The engine as its thread drives it (`graphrunner.engine.llm_engine.LLMEngine`). Not thread-safe.
+
+    An engine without `embed` refuses embeddings.
+    """
 
     model_name: str
     max_model_len: int
@@ -53,7 +56,7 @@ class SyncEngine(Protocol):
         sampling_params: SamplingParams,
         *,
         priority: int,
-        output_kind: Enum,
+        output_kind: RequestOutputKind,
     ) -> None: ...
 
     def abort_request(self, request_id: str) -> bool: ...
@@ -148,15 +151,11 @@ class AsyncEngine:
 
     Args:
         build: makes the engine; called on the engine thread, so that the server can answer /health meanwhile.
-        delta_kind: what the engine's `add_request` takes as `output_kind` for deltas.
         on_death: called on the event loop when the engine stopped by itself.
     """
 
-    def __init__(
-        self, build: Callable[[], SyncEngine], *, delta_kind: Enum, on_death: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, build: Callable[[], SyncEngine], *, on_death: Callable[[], None] = lambda: None) -> None:
         self._build = build
-        self._delta_kind = delta_kind
         self._on_death = on_death
         self._health = Health(HealthState.STARTING)
         self._engine: SyncEngine | None = None
@@ -220,7 +219,7 @@ class AsyncEngine:
         return self._stats
 
     def metrics_text(self) -> bytes:
-        return b"" if self._engine is None else self._engine.metrics.text()
+        return b"" if self._engine is None else self._engine.metrics.text(self._stats)
 
     async def generate(
         self,
@@ -380,7 +379,7 @@ class AsyncEngine:
                 command.token_ids,
                 command.params,
                 priority=command.priority,
-                output_kind=self._delta_kind,
+                output_kind=RequestOutputKind.DELTA,
             )
         except InvalidRequestError as error:
             refusal = error
@@ -389,7 +388,11 @@ class AsyncEngine:
 
     def _embedded(self, engine: SyncEngine, command: _Embed) -> _Event:
         future = command.future
+        if future.done():  # the client has gone
+            return lambda: None
         try:
+            if not hasattr(engine, "embed"):
+                raise InvalidRequestError("input", "", "this engine makes no embeddings")
             vector = engine.embed(command.token_ids, command.pooling.value)
         except InvalidRequestError as error:
             refusal = error

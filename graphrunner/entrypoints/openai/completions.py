@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET
@@ -29,7 +29,7 @@ class _Choice:
     index: int
     echo: EncodedPrompt | None  # the prompt, until it went out
     text_len: int = 0
-    pending_positions: list[Position] = field(default_factory=list)
+    prompt_positions: Sequence[Position] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,8 @@ async def _pieces(generation: Generation, job: CompletionJob) -> AsyncGenerator[
             job.usage.add(prompt_index, output)
         _keep_prompt_logprobs(job, prompt_index, output)
         for each in output.outputs:
+            if not each.token_ids and each.finish_reason is None:
+                continue  # only prompt chunks so far
             choice = job.choices[prompt_index * job.num_outputs + each.index]
             for piece in (_echoed(job, choice), _generated(job, choice, each)):
                 if piece is not None:
@@ -137,11 +139,10 @@ async def _pieces(generation: Generation, job: CompletionJob) -> AsyncGenerator[
 
 
 def _keep_prompt_logprobs(job: CompletionJob, prompt_index: int, output: RequestOutput) -> None:
-    """Prompt logprobs come with the prompt's chunks, before the first token; the echo needs them all."""
-    if output.prompt_logprobs:
+    """They fill up while the prompt's chunks are computed, and are whole at the first token."""
+    if output.prompt_logprobs is not None:
         for choice in job.choices[prompt_index * job.num_outputs :][: job.num_outputs]:
-            if choice.echo is not None:
-                choice.pending_positions += output.prompt_logprobs
+            choice.prompt_positions = output.prompt_logprobs
 
 
 def _echoed(job: CompletionJob, choice: _Choice) -> CompletionChoice | None:
@@ -150,8 +151,7 @@ def _echoed(job: CompletionJob, choice: _Choice) -> CompletionChoice | None:
     prompt, choice.echo = choice.echo, None
     logprobs = None
     if job.body.logprobs is not None:
-        positions = choice.pending_positions[: len(prompt.token_ids)]
-        positions += [None] * (len(prompt.token_ids) - len(positions))
+        positions = choice.prompt_positions or [None] * len(prompt.token_ids)
         logprobs = completion_logprobs(prompt.token_ids, positions, job.body.logprobs, 0)
     return CompletionChoice(choice.index, prompt.text or "", logprobs)
 

@@ -80,10 +80,15 @@ class Generation:
             ApiError: 504 out of time, 500 the engine gave a request up.
         """
         last_s: dict[tuple[int, int], float] = {}
+        finished: set[tuple[int, int]] = set()
         outputs = self._merged() if len(self._streams) > 1 else self._single()
         try:
             while (item := await self._next(outputs)) is not None:
-                self._observe(*item, last_s)
+                prompt_index, output = item
+                # The engine shows an output that has ended again for as long as its siblings run.
+                output.outputs = [each for each in output.outputs if (prompt_index, each.index) not in finished]
+                finished |= {(prompt_index, each.index) for each in output.outputs if each.finish_reason is not None}
+                self._observe(prompt_index, output, last_s)
                 yield item
         finally:
             await outputs.aclose()

@@ -113,7 +113,7 @@ def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list
     else:
         tiles = [
             (4, 16, 256, 3), (4, 16, 256, 6), (8, 16, 256, 3), (8, 16, 128, 4), (4, 32, 64, 4), (4, 32, 128, 4),
-            (8, 32, 64, 4), (1, 64, 256, 4), (4, 16, 128, 4), (8, 16, 64, 4),
+            (8, 32, 64, 4), (4, 16, 128, 4), (8, 16, 64, 4),
         ]  # fmt: skip
     found = []
     for slices, block_n, block_k, num_stages in tiles:

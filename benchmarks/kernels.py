@@ -327,7 +327,7 @@ def _attention_problem(shape: Shape, batch: int, place: torch.device, layers: in
     size = (num_pages, PAGE_SIZE, shape.kv_heads, shape.head_dim)
     real = place.type == "cuda"
     caches = [
-        tuple(torch.empty(size, dtype=DTYPE, device=place).normal_() if real else torch.empty(size, dtype=DTYPE, device=place) for _ in range(2))
+        tuple(torch.empty(size, dtype=DTYPE, device=place).normal_() for _ in range(2))
         for _ in range(layers)
     ]  # fmt: skip
     qkv = torch.ones(batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=DTYPE, device=place)
@@ -385,7 +385,7 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
                 if (s, b) != (shape, batch):
                     continue
                 try:
-                    def chain(config=config):
+                    def chain(config=config, caches=caches, qkv=qkv, layer=layer, metadata=metadata):
                         for cache in caches:
                             decode_attention(qkv, layer, *cache, metadata, config)
 
@@ -395,12 +395,11 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
             timings.sort(key=lambda timing: timing[0])
             time_us, programs, config = timings[0]
             rate = shape.kv_bytes(batch) / shape.layers / time_us / 1e6
-            print(f"tune attention {shape.kv_heads}x{shape.head_dim} batch {batch:3d}: {time_us:.1f} us {rate:.2f} TB/s "
-                  f"{config} worst {timings[-1][0]:.1f}", flush=True)  # fmt: skip
+            sizes = f"{shape.kv_heads}x{shape.head_dim} batch {batch}"
+            print(f"tune attention {sizes}: {time_us:.1f} us {rate:.2f} TB/s {config} worst {timings[-1][0]:.1f}", flush=True)  # fmt: skip
             key = decode_attention_module.attention_key(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
             table[key] = (programs, config.block_n, config.num_warps, config.num_stages)
             decode_attention_module.TUNED_ATTENTION[key] = table[key]
-            del qkv, caches
     return table
 
 

@@ -81,7 +81,7 @@ def vector_linear_kernel(
     added = ()
     best = ()
     best_tile = ()
-    for b in tl.static_range(ROWS):
+    for _row in tl.static_range(ROWS):
         for _ in tl.static_range(CHUNKS):
             xs = xs + (tl.zeros([BLOCK_K], tl.float32),)
         factors = factors + (1.0,)

@@ -87,7 +87,7 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     found = []
     for (num_stages, programs), block_n, num_warps in itertools.product(depths, (1, 2, 4, 8, 16), (4, 8)):
         tile_bytes = block_n * row_bytes
-        fits = _MIN_RING_BYTES <= tile_bytes * num_stages and tile_bytes * num_stages * programs <= _MAX_RING_BYTES
+        fits = tile_bytes * num_stages >= _MIN_RING_BYTES and tile_bytes * num_stages * programs <= _MAX_RING_BYTES
         is_good = tile_bytes <= largest and (tile_bytes >= 8 << 10 or is_exhaustive)
         # A wide tile wants more threads, a narrow one fewer: the other pairings never won.
         is_paired = is_exhaustive or (num_warps == 8) == (tile_bytes > 16 << 10)

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 

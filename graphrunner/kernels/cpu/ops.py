@@ -144,7 +144,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def _is_served(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and is_available()
+    return x.is_cpu and x.dtype == torch.float32 and (_has_shape_functions or is_available())
 
 
 def _dense(weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -156,7 +156,7 @@ _has_shape_functions = False
 
 def _register_shape_functions() -> bool:
     """Tell torch the result shapes, once; always True."""
-    global _has_shape_functions  # noqa: PLW0603 - torch refuses a second registration, and a cache is untraceable
+    global _has_shape_functions  # noqa: PLW0603 - a plain flag costs the hot path nothing and stays traceable
     if _has_shape_functions:
         return True
     _has_shape_functions = True

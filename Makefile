@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## load the embedded model and generate text
 	$(BIN)/graphrunner generate --prompt "What is the capital of Italy? Answer in one sentence." --chat --temperature 0
-	$(BIN)/graphrunner generate --prompt "Once upon a time, in a small village by the sea," --max-tokens 60 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1 --seed 1
+	$(BIN)/graphrunner generate --prompt "Once upon a time, in a small village by the sea," --max-tokens 60 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1 --sampling-seed 1
 
 test: $(READY)  ## everything CI runs
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not cuda" -q

@@ -145,3 +145,15 @@ def test_refuses_a_width_that_does_not_fit_the_heads():
     bad = AttentionCase(**{name: getattr(case, name) for name in case.__slots__} | {"qkv": case.qkv[:, :-3]})
     with pytest.raises(RuntimeError, match="does not fit 2 kv heads of 64"):
         bad.run(ops.rope_store_attention)
+
+
+def test_a_nan_key_is_seen_only_by_the_tokens_whose_window_holds_it():
+    """Rows of one tile have different windows: what only the first still sees must not be multiplied for the others."""
+    case = attention_case([(30, 8)], num_kv_heads=1, group=1, head_dim=64, page_size=1)
+    clean, _, _ = case.run(ops.rope_store_attention, sliding_window=10)
+    spoiled_page = case.page_table[1, 23]  # the last token that sees position 23 stands at 32
+    case.k_cache[spoiled_page] = float("nan")
+    case.v_cache[spoiled_page] = float("nan")
+    spoiled, _, _ = case.run(ops.rope_store_attention, sliding_window=10)
+    assert spoiled[:3].isnan().all()
+    assert torch.equal(spoiled[3:], clean[3:])

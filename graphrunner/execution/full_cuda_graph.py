@@ -1,92 +1,89 @@
-"""One device graph a key, all in one memory pool that is held for as long as any of them lives.
-
-On the CPU the same code runs on tapes (`graphrunner/device/tape_graph.py`), which keep a graph's rules.
-"""
+"""One CUDA graph a key, all in one memory pool that is held for as long as any of them lives."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
+import torch
+
+from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
-from graphrunner.device.device import Device, DeviceGraph, GraphFactory, Stream
-from graphrunner.execution.backend import (
-    NUM_WARMUPS,
-    CaptureStats,
-    ExecutionBackend,
-    Forward,
-    capture_error,
-    frozen_gc,
-)
+from graphrunner.execution.backend import CaptureStats, ExecutionBackend, Forward
+
+NUM_WARMUPS = 2
 
 
 class FullCudaGraphBackend(ExecutionBackend):
     """Records the whole forward. A replay is one launch, whatever its size.
 
     Args:
-        device: where to record.
-        new_graph: a maker of graphs whose pool other backends share; None makes a pool of its own. Sharing is safe
-            for backends that never replay at the same time; the outputs of one then die at a replay of the other.
+        pool: handle shared by backends whose graphs may reuse each other's memory; None makes one.
     """
 
     name = "full"
 
-    def __init__(self, device: Device, new_graph: GraphFactory | None = None) -> None:
-        self._device = device
-        self._new_graph = new_graph if new_graph is not None else device.graph_pool()
-        self._graphs: dict[ShapeKey, tuple[DeviceGraph, ModelOutput]] = {}
+    def __init__(self, pool: tuple[int, int] | None = None) -> None:
+        # A pool owned only by its first graph dies with that graph, so the handle is held here.
+        self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._graphs: dict[ShapeKey, torch.cuda.CUDAGraph] = {}
+        self._outputs: dict[ShapeKey, ModelOutput] = {}
 
     @contextmanager
-    def capture_session(self, stream: Stream | None = None) -> Iterator[None]:
-        """No garbage collection, the capture stream current, the device idle before and after."""
-        self._device.synchronize()
-        with frozen_gc(), self._device.capture_scope(stream):
+    def capture_session(self, stream: object | None = None) -> Iterator[None]:
+        """Freeze garbage collection: a collection while recording may free memory that is being recorded."""
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        torch.cuda.synchronize()
+        try:
             yield
-        self._device.synchronize()
+        finally:
+            torch.cuda.synchronize()
+            if was_enabled:
+                gc.enable()
 
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
         """See `ExecutionBackend.capture_one`."""
-        device, start_s, reserved = self._device, time.perf_counter(), self._device.reserved_bytes()
-        self._drop(key)
-        graph = self._new_graph()
+        start_s = time.perf_counter()
+        before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
         try:
-            for _ in range(NUM_WARMUPS):
-                forward()
-                if reset is not None:
-                    reset()
-            device.synchronize()
-            graph.begin()
-            output = forward()
-            graph.end()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(NUM_WARMUPS):
+                    forward()
+            torch.cuda.synchronize()
+            if reset is not None:
+                reset()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                output = forward()
         except Exception as cause:
-            graph.release()
-            raise capture_error(key, cause) from cause
-        self._graphs[key] = (graph, output)
-        memory_bytes = max(0, device.reserved_bytes() - reserved)
-        return CaptureStats(graph.num_nodes(), (time.perf_counter() - start_s) * 1e3, memory_bytes)
+            torch.cuda.synchronize()
+            raise CaptureError(f"{key}: {type(cause).__name__}: {cause}") from cause
+        self._graphs[key], self._outputs[key] = graph, output
+        memory_bytes = max(0, torch.cuda.memory_reserved() - before)
+        return CaptureStats(0, (time.perf_counter() - start_s) * 1e3, memory_bytes)
 
     def can_run(self, key: ShapeKey) -> bool:
         """See `ExecutionBackend.can_run`."""
         return key in self._graphs
 
-    def replay_session(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def replay_session(self) -> Iterator[None]:
         """Nothing to set up: graphs replay on the current stream."""
-        return nullcontext()
+        yield
 
     def replay(self, key: ShapeKey) -> ModelOutput:
         """One graph launch. Sync: none."""
-        graph, output = self._graphs[key]
-        graph.replay()
-        return output
+        self._graphs[key].replay()
+        return self._outputs[key]
 
     def close(self) -> None:
         """Drop every graph; their memory returns to the allocator."""
-        for key in list(self._graphs):
-            self._drop(key)
-
-    def _drop(self, key: ShapeKey) -> None:
-        entry = self._graphs.pop(key, None)
-        if entry is not None:
-            entry[0].release()
+        self._outputs.clear()
+        self._graphs.clear()

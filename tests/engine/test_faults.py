@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from conftest import VOCAB_SIZE, generate, greedy, pool_check, prompts_of, tokens
+from engine_driver import VOCAB_SIZE, generate, greedy, pool_check, prompts_of, tokens
 
 from graphrunner import SamplingParams
 from graphrunner.core.errors import InvalidRequestError

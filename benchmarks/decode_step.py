@@ -48,7 +48,9 @@ def measure(folder: str, batches: list[int], prompt_len: int, rounds: int) -> di
     rows["failed"] = [cause for _, _, cause in report.failed][:2]
 
     def seconds(batch: int, count: int) -> float:
-        prompts = [{"prompt_token_ids": [(7 * i + 13 * p) % 30000 + 5 for p in range(prompt_len)]} for i in range(batch)]
+        prompts = [
+            {"prompt_token_ids": [(7 * i + 13 * p) % 30000 + 5 for p in range(prompt_len)]} for i in range(batch)
+        ]
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -84,7 +86,9 @@ def main() -> None:
         config = GPU_SHAPES[name]
         try:
             with tempfile.TemporaryDirectory() as folder:
-                results[name] = measure(str(write_config_folder(config, Path(folder))), batches, args.prompt_len, args.rounds)
+                results[name] = measure(
+                    str(write_config_folder(config, Path(folder))), batches, args.prompt_len, args.rounds
+                )
         except Exception:  # one shape that fails is a row of the table, not its end
             traceback.print_exc()
             results[name] = {"error": traceback.format_exc(limit=1)}

@@ -139,9 +139,7 @@ class Model:
         gpu_ops.gather_decode_inputs(
             request_rows, self.last_token, self.num_computed, self.page_table, PAGE_SIZE, inputs
         )
-        metadata = DecodeMetadata(
-            inputs.positions, inputs.slot_mapping, inputs.seq_lens, request_rows, self.page_table
-        )
+        metadata = DecodeMetadata(inputs.positions, inputs.slot_mapping, inputs.seq_lens, request_rows, self.page_table)
         hidden = gpu_ops.embedding(inputs.input_ids, self.head)
         for (qkv_w, o_w, gate_up_w, down_w), cache in zip(self.weights, self.caches, strict=True):
             qkv = gpu_ops.norm_linear(hidden, self.norm, s.eps, qkv_w)
@@ -156,6 +154,7 @@ class Model:
 
 def new_inputs(batch: int) -> gpu_ops.DecodeInputs:
     """Static buffers of one captured batch size."""
+
     def make(dtype: torch.dtype) -> Tensor:
         return torch.zeros(batch, dtype=dtype, device=DEVICE)
 
@@ -385,6 +384,7 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
                 if (s, b) != (shape, batch):
                     continue
                 try:
+
                     def chain(config=config, caches=caches, qkv=qkv, layer=layer, metadata=metadata):
                         for cache in caches:
                             decode_attention(qkv, layer, *cache, metadata, config)
@@ -396,7 +396,8 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
             time_us, programs, config = timings[0]
             rate = shape.kv_bytes(batch) / shape.layers / time_us / 1e6
             sizes = f"{shape.kv_heads}x{shape.head_dim} batch {batch}"
-            print(f"tune attention {sizes}: {time_us:.1f} us {rate:.2f} TB/s {config} worst {timings[-1][0]:.1f}", flush=True)  # fmt: skip
+            worst_us = timings[-1][0]
+            print(f"tune attention {sizes}: {time_us:.1f} us {rate:.2f} TB/s {config} worst {worst_us:.1f}", flush=True)
             key = decode_attention_module.attention_key(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
             table[key] = (programs, config.block_n, config.num_warps, config.num_stages)
             decode_attention_module.TUNED_ATTENTION[key] = table[key]
@@ -446,7 +447,9 @@ def main() -> None:
     print(f"phase checks done at {time.time() - started:.0f} s", flush=True)
     tables: dict[str, dict[str, tuple]] = {}
     if arguments.tune:
-        tables["linear"] = tune_linears(shapes, [int(rows) for rows in arguments.tune_rows.split(",")], arguments.exhaustive)
+        tables["linear"] = tune_linears(
+            shapes, [int(rows) for rows in arguments.tune_rows.split(",")], arguments.exhaustive
+        )
         print(f"phase linears tuned at {time.time() - started:.0f} s", flush=True)
         if arguments.tune_attention:
             tuned_batches = [int(batch) for batch in arguments.tune_attention.split(",")]

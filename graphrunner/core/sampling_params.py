@@ -161,7 +161,9 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise InvalidRequestError("structured_output", given, "set exactly one of json_schema, regex, grammar, choice")
+            raise InvalidRequestError(
+                "structured_output", given, "set exactly one of json_schema, regex, grammar, choice"
+            )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

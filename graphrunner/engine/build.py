@@ -110,9 +110,7 @@ class _Parts:
         num_pages = plan_num_pages(cache, limits, bytes_per_page, self.device, self._reserved_bytes())
         pool = KVPool(self.model.kv_spec, num_pages, cache.page_size, dtype, self.device)
         allocator = PageAllocator(num_pages)
-        prefix = (
-            RadixCache(allocator, cache.page_size) if cache.enable_prefix_caching else NoPrefixCache(allocator)
-        )
+        prefix = RadixCache(allocator, cache.page_size) if cache.enable_prefix_caching else NoPrefixCache(allocator)
         max_pages = -(-limits.max_model_len // cache.page_size)
         scheduler = Scheduler(
             limits, allocator, prefix, page_size=cache.page_size, max_model_len=limits.max_model_len,
@@ -177,9 +175,7 @@ class _Parts:
         limit = limits.max_num_batched_tokens
         sizes = user_sizes(graph.prefill_sizes, limit) if graph.prefill_sizes else default_prefill_sizes(limit)
         is_lazy = graph.capture is CapturePolicy.LAZY
-        return PrefillCudaGraphRunner(
-            context, backend, account, sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy
-        )
+        return PrefillCudaGraphRunner(context, backend, account, sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy)
 
 
 def _execution_backend(

@@ -101,7 +101,8 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> bool:
         """Stop a request; whether it was live. No further output of it appears. Idempotent."""
         child_ids = self._processor.remove_request(request_id)
-        return any([self.core.finish_request(child_id, FinishReason.ABORT) for child_id in child_ids])
+        was_live = [self.core.finish_request(child_id, FinishReason.ABORT) for child_id in child_ids]
+        return any(was_live)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what changed. A broken step ends its requests with an error, not the engine."""
@@ -151,7 +152,7 @@ class LLMEngine:
             ids = tuple(self.tokenizer.encode(prompt))
             text: str | None = prompt
         elif isinstance(prompt, Sequence):
-            ids, text = tuple(prompt), None
+            ids, text = tuple(prompt), None  # type: ignore[arg-type]
         else:
             raise InvalidRequestError("prompt", prompt, "must be text or a list of token ids")
         if not ids:
@@ -168,6 +169,8 @@ class LLMEngine:
             problem = f"the context limit max_model_len={self.max_model_len} leaves no room for an output token"
             raise InvalidRequestError("prompt", f"{len(token_ids)} tokens", problem)
         params.check_vocab(self.vocab_size)
+        if params.structured_output is not None:
+            raise InvalidRequestError("structured_output", params.structured_output, "is not available")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop", params.stop, "the engine has no tokenizer")
 

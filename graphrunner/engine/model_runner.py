@@ -98,9 +98,7 @@ class ModelRunner:
         rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
         if rows:
             token_ids = sampled.token_ids
-            self.request_table.store_tokens(
-                torch.tensor(rows, dtype=torch.int32, device=token_ids.device), token_ids
-            )
+            self.request_table.store_tokens(torch.tensor(rows, dtype=torch.int32, device=token_ids.device), token_ids)
 
 
 def _pooled(hidden_states: torch.Tensor | None, batch: ScheduledBatch) -> tuple[tuple[float, ...] | None, ...]:

@@ -131,8 +131,8 @@ class OutputProcessor:
         """Add an output to its sequence; whether a stop string ended it."""
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs and state.prompt_logprobs is not None:
-            for offset, entry in enumerate(output.prompt_logprobs):
-                state.prompt_logprobs[output.prompt_logprobs_start + offset] = _named(entry, state.tokenizer)
+            for offset, scored in enumerate(output.prompt_logprobs):
+                state.prompt_logprobs[output.prompt_logprobs_start + offset] = _named(scored, state.tokenizer)
         stopped_by: str | None = None
         for place, token_id in enumerate(output.new_token_ids):
             entry = output.logprobs[place] if output.logprobs else None

@@ -26,9 +26,7 @@ class StepForward:
         logits = self._model.logits(self._model(batch, only_logits_rows=True))
         if variant is ForwardVariant.LOGITS:
             return ModelOutput(logits=logits)
-        return ModelOutput(
-            token_ids=self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant)
-        )
+        return ModelOutput(token_ids=self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant))
 
     @torch.inference_mode()
     def tail(self, hidden_rows: torch.Tensor) -> ModelOutput:

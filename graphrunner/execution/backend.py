@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
 

@@ -109,9 +109,7 @@ def sample_tokens(
     for row in range(logits.shape[0]):
         heat = float(temperature[row])
         if heat > 0.0:
-            threshold = filter_threshold(
-                values[row], heat, int(top_k[row]), float(top_p[row]), float(min_p[row])
-            )
+            threshold = filter_threshold(values[row], heat, int(top_k[row]), float(top_p[row]), float(min_p[row]))
             inverse = torch.reciprocal(temperature[row].float())
             noisy = values[row] * inverse + noise[row]
             values[row] = torch.where(values[row] >= threshold, noisy, float("-inf"))

@@ -45,7 +45,7 @@ class _Seen:
 _probed: ContextVar[list[_Seen] | None] = ContextVar("graphrunner_probed_layers", default=None)
 
 
-def paged_attention(  # noqa: PLR0917 - transformers' interface
+def paged_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from graphrunner.core.errors import CaptureError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
-from graphrunner.core.shape_key import ForwardVariant, ShapeKey
 from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.shape_key import ForwardVariant, ShapeKey
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.graph_account import GraphAccount

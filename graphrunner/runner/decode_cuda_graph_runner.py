@@ -15,10 +15,9 @@ from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
 from graphrunner.runner.capture_sizes import bucket_for
-from graphrunner.runner.eager_runner import with_metadata
 from graphrunner.runner.gather_rows import DerivedBuffers, gather_decode, make_derived
 from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.runner_context import RunnerContext, with_metadata
 
 _VARIANT_OF_NEED = {
     SamplingNeed.GREEDY: ForwardVariant.GREEDY,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
@@ -11,7 +9,7 @@ from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant, ShapeKey
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.gather_rows import gather_tokens, make_derived
-from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.runner_context import RunnerContext, with_metadata
 from graphrunner.runner.static_buffers import StaticBuffers
 
 
@@ -58,9 +56,7 @@ class EagerRunner(BaseRunner):
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
-        return LoadedBatch(
-            ShapeKey(num_tokens, num_reqs, variant), with_metadata(forward_batch), num_reqs, num_tokens
-        )
+        return LoadedBatch(ShapeKey(num_tokens, num_reqs, variant), with_metadata(forward_batch), num_reqs, num_tokens)
 
     def execute(self, loaded: LoadedBatch) -> ModelOutput:
         """Call the forward. Logits are of one row a request, or of every token under HIDDEN."""
@@ -72,15 +68,3 @@ class EagerRunner(BaseRunner):
             logits = self._context.tail(output.hidden_states).logits
             return ModelOutput(logits=logits, hidden_states=output.hidden_states)
         return output
-
-
-def with_metadata(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with what its attention backend prepares for it."""
-    from dataclasses import replace
-
-    return replace(batch, attention_metadata=batch.attention.prepare_metadata(batch))
-
-
-def rows_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` rows."""
-    return tensor if tensor.shape[0] == count else tensor[:count]

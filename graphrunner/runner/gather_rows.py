@@ -55,9 +55,7 @@ def gather_tokens(
     out.slot_mapping.copy_(slots_of(table, token_rows, positions, page_size))
 
 
-def slots_of(
-    table: RequestTable, token_rows: torch.Tensor, positions: torch.Tensor, page_size: int
-) -> torch.Tensor:
+def slots_of(table: RequestTable, token_rows: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """int64 [T]: page * page_size + offset of each token; tokens of the dummy row land in the dummy page."""
     pages = table.page_table[token_rows.long(), positions // page_size].long()
     return pages * page_size + positions % page_size

@@ -13,10 +13,9 @@ from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
 from graphrunner.runner.capture_sizes import MAX_PADDING_FACTOR, bucket_for
-from graphrunner.runner.eager_runner import with_metadata
 from graphrunner.runner.gather_rows import DerivedBuffers, gather_tokens, make_derived
 from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.runner_context import RunnerContext, with_metadata
 from graphrunner.runner.static_buffers import StaticBuffers
 
 
@@ -42,9 +41,7 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
         super().__init__(context, backend, account, sizes, is_lazy=is_lazy)
         self._max_reqs = max_reqs
         largest = self.sizes[-1]
-        self.buffers = StaticBuffers(
-            largest, min(largest, max_reqs), context.device, context.attention.pad_seq_len
-        )
+        self.buffers = StaticBuffers(largest, min(largest, max_reqs), context.device, context.attention.pad_seq_len)
         self._derived = make_derived(largest, 1, context.device)
 
     def all_keys(self) -> Iterable[ShapeKey]:

@@ -32,9 +32,7 @@ class RowState:
     bias: Tensor | None
 
     @classmethod
-    def of(
-        cls, init: RowInit, vocab_size: int, device: torch.device, eos_token_ids: frozenset[int]
-    ) -> RowState | None:
+    def of(cls, init: RowInit, vocab_size: int, device: torch.device, eos_token_ids: frozenset[int]) -> RowState | None:
         """The state a request needs; None when its device parameters say it all."""
         params = init.sampling_params
         has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
@@ -53,9 +51,7 @@ class RowState:
         if params.min_tokens:
             held = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
             stop_ids = torch.tensor(sorted(held), dtype=torch.int64, device=device)
-        return cls(
-            params, init.prompt_token_ids, len(init.output_token_ids), stop_ids, is_in_prompt, counts, bias
-        )
+        return cls(params, init.prompt_token_ids, len(init.output_token_ids), stop_ids, is_in_prompt, counts, bias)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from engine_driver import VOCAB_SIZE, greedy, tokens
 
 from graphrunner import LLM
@@ -32,7 +31,13 @@ def make_llm(tiny_folder: Path) -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
     def make(**options: object) -> LLM:
-        base = {"max_model_len": 128, "max_num_seqs": 8, "num_pages": 200, "skip_tokenizer_init": True, "num_threads": 1}
+        base = {
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "num_pages": 200,
+            "skip_tokenizer_init": True,
+            "num_threads": 1,
+        }
         made.append(LLM(str(tiny_folder), **(base | options)))
         return made[-1]
 

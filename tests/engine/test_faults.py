@@ -186,7 +186,14 @@ def test_prompt_logprobs(make_llm, chunk: int) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "field"),
-    [([], "prompt"), ([-1], "prompt"), ([VOCAB_SIZE], "prompt"), ([1 << 40], "prompt"), (["a"], "prompt"), (3.5, "prompts")],
+    [
+        ([], "prompt"),
+        ([-1], "prompt"),
+        ([VOCAB_SIZE], "prompt"),
+        ([1 << 40], "prompt"),
+        (["a"], "prompt"),
+        (3.5, "prompts"),
+    ],
 )
 def test_bad_prompts_are_refused(make_llm, solo, prompt, field: str) -> None:
     llm = make_llm()

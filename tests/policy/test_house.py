@@ -62,7 +62,9 @@ def test_doc_links_lead_somewhere(doc: Path) -> None:
 @pytest.mark.parametrize("doc", DOCS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_doc_names_existing_files(doc: Path) -> None:
     """A path of the package that a page names in backticks exists."""
-    for path in re.findall(r"`((?:graphrunner|benchmarks|tests|docs)/[\w/.-]+\.(?:py|md|cpp|json|html))`", doc.read_text()):
+    for path in re.findall(
+        r"`((?:graphrunner|benchmarks|tests|docs)/[\w/.-]+\.(?:py|md|cpp|json|html))`", doc.read_text()
+    ):
         if not re.search(r"my_|toy_|<", path):
             assert (ROOT / path).exists(), f"{doc}: {path}"
 

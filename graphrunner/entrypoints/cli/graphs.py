@@ -22,7 +22,9 @@ def graphs(
     with LLM(model, **engine_options) as llm:
         show("captured", llm.graph_report())
         prompts = [{"prompt_token_ids": list(range(10, 18 + index))} for index in range(num_requests)]
-        params = [SamplingParams(temperature=0.0, max_tokens=4 + index, ignore_eos=True) for index in range(num_requests)]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=4 + index, ignore_eos=True) for index in range(num_requests)
+        ]
         llm.generate(prompts, params, use_tqdm=False)
         show(f"after {num_requests} requests", llm.graph_report())
 

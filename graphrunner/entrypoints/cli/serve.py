@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -23,7 +23,7 @@ def serve(
     """Serve the OpenAI API."""
     from graphrunner.config.options import engine_config_from_options
     from graphrunner.engine.build import build_engine
-    from graphrunner.entrypoints.openai.async_engine import AsyncEngine
+    from graphrunner.entrypoints.openai.async_engine import AsyncEngine, SyncEngine
     from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
     from graphrunner.entrypoints.openai.server_options import ServerOptions
 
@@ -36,7 +36,7 @@ def serve(
     )
     config = engine_config_from_options({"model": model, **engine_options})
     server = ServerProcess(
-        lambda on_death: AsyncEngine(lambda: build_engine(config), on_death=on_death),
+        lambda on_death: AsyncEngine(lambda: cast("SyncEngine", build_engine(config)), on_death=on_death),
         options,
         on_listening=lambda url: typer.echo(f"listening on {url}, loading the model"),
         on_ready=lambda: typer.echo("ready"),

@@ -201,9 +201,7 @@ def default_decode_config(
     return DecodeAttentionConfig(num_splits, block_n)
 
 
-def attention_key(
-    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
-) -> str:
+def attention_key(num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
     """Name of one entry of the table of measured configurations; requests are bucketed by powers of four."""
     bucket = next((size for size in (1, 4, 16, 64) if num_requests <= size), 256)
     return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/requests{bucket}"

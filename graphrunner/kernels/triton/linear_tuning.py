@@ -159,9 +159,7 @@ def compile_linear(job: tuple[LinearProblem, LinearConfig]) -> str:
     return ""
 
 
-def compile_all(
-    compile_one: Callable[[object], str], jobs: Iterable[object], num_processes: int
-) -> dict[object, str]:
+def compile_all(compile_one: Callable[[object], str], jobs: Iterable[object], num_processes: int) -> dict[object, str]:
     """Run compile_one over all jobs in fresh processes; returns each job's error text."""
     jobs = list(jobs)
     if not jobs:

@@ -51,9 +51,9 @@ def _gather_kernel(
         position = computed + w
         # Past its last page a row writes to the dummy page rather than to memory nobody gave it.
         has_page = position // PAGE_SIZE < max_pages
-        page = tl.load(
-            page_table_ptr + row * max_pages + position // PAGE_SIZE, mask=is_real & has_page, other=0
-        ).to(tl.int64)
+        page = tl.load(page_table_ptr + row * max_pages + position // PAGE_SIZE, mask=is_real & has_page, other=0).to(
+            tl.int64
+        )
         if w == 0:
             token_id = tl.load(last_token_ptr + row, mask=is_real, other=0)
         else:

@@ -19,6 +19,7 @@ from graphrunner.engine.memory_plan import plan_num_pages
 from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.engine.output_processor import OutputProcessor
 from graphrunner.engine.step_forward import StepForward
+from graphrunner.device.registry import device_of
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.execution.recording import RecordingBackend
 from graphrunner.kvcache.page_allocator import PageAllocator
@@ -193,7 +194,7 @@ def _execution_backend(
     if wanted is GraphBackend.FULL and device.type == "cuda":
         from graphrunner.execution.full_cuda_graph import FullCudaGraphBackend
 
-        return FullCudaGraphBackend()
+        return FullCudaGraphBackend(device_of(device))
     raise ConfigError("decode_graph/prefill_graph", wanted.value, f"not available on {device.type}")
 
 

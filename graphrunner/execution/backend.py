@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
+from graphrunner.device.device import Stream
 
 Forward = Callable[[], ModelOutput]
+
+NUM_WARMUPS = 2
+"""Calls before a recording: the first compiles and tunes, the second runs as the recording will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +28,14 @@ class CaptureStats:
         capture_ms: wall time, warm-ups included.
         memory_bytes: device memory that this key added.
         is_cached: whether a compiled artefact from disk was used.
+        num_compiled: artefacts that had to be compiled.
     """
 
     num_nodes: int
     capture_ms: float
     memory_bytes: int
     is_cached: bool = False
+    num_compiled: int = 0
 
 
 class ExecutionBackend(ABC):
@@ -36,12 +44,18 @@ class ExecutionBackend(ABC):
     A backend is handed a closure over static views, so it knows neither its runner nor the model. Call order:
     one `capture_session` around any number of `capture_one`; later, any number of `replay` inside one
     `replay_session`; `close` last. Lazily captured keys open a new session between steps.
+
+    Attributes:
+        name: as users write it.
+        has_eager_breaks: attention runs in Python at every replay and reads `current_batch()`: the runner must have
+            the step's batch active, with metadata of this step.
     """
 
     name: str
+    has_eager_breaks: bool = False
 
     @abstractmethod
-    def capture_session(self, stream: object | None = None) -> AbstractContextManager[None]:
+    def capture_session(self, stream: Stream | None = None) -> AbstractContextManager[None]:
         """Everything that must be true while recording (stream, pool, garbage collection frozen)."""
 
     @abstractmethod
@@ -75,4 +89,23 @@ class ExecutionBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back everything recorded. Idempotent."""
+        """Give back everything recorded. Idempotent; keys may be recorded again after."""
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """No garbage collection inside: one in the middle of a recording may free memory that the recording uses."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def capture_error(key: ShapeKey, cause: Exception) -> CaptureError:
+    """The error of a failed recording, in one line."""
+    text = str(cause).strip().splitlines()
+    return CaptureError(f"{key}: {type(cause).__name__}: {text[0] if text else 'no message'}")

@@ -1,89 +1,92 @@
-"""One CUDA graph a key, all in one memory pool that is held for as long as any of them lives."""
+"""One device graph a key, all in one memory pool that is held for as long as any of them lives.
+
+On the CPU the same code runs on tapes (`graphrunner/device/tape_graph.py`), which keep a graph's rules.
+"""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-
-from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
-from graphrunner.execution.backend import CaptureStats, ExecutionBackend, Forward
-
-NUM_WARMUPS = 2
+from graphrunner.device.device import Device, DeviceGraph, GraphFactory, Stream
+from graphrunner.execution.backend import (
+    NUM_WARMUPS,
+    CaptureStats,
+    ExecutionBackend,
+    Forward,
+    capture_error,
+    frozen_gc,
+)
 
 
 class FullCudaGraphBackend(ExecutionBackend):
     """Records the whole forward. A replay is one launch, whatever its size.
 
     Args:
-        pool: handle shared by backends whose graphs may reuse each other's memory; None makes one.
+        device: where to record.
+        new_graph: a maker of graphs whose pool other backends share; None makes a pool of its own. Sharing is safe
+            for backends that never replay at the same time; the outputs of one then die at a replay of the other.
     """
 
     name = "full"
 
-    def __init__(self, pool: tuple[int, int] | None = None) -> None:
-        # A pool owned only by its first graph dies with that graph, so the handle is held here.
-        self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-        self._graphs: dict[ShapeKey, torch.cuda.CUDAGraph] = {}
-        self._outputs: dict[ShapeKey, ModelOutput] = {}
+    def __init__(self, device: Device, new_graph: GraphFactory | None = None) -> None:
+        self._device = device
+        self._new_graph = new_graph if new_graph is not None else device.graph_pool()
+        self._graphs: dict[ShapeKey, tuple[DeviceGraph, ModelOutput]] = {}
 
     @contextmanager
-    def capture_session(self, stream: object | None = None) -> Iterator[None]:
-        """Freeze garbage collection: a collection while recording may free memory that is being recorded."""
-        gc.collect()
-        was_enabled = gc.isenabled()
-        gc.disable()
-        torch.cuda.synchronize()
-        try:
+    def capture_session(self, stream: Stream | None = None) -> Iterator[None]:
+        """No garbage collection, the capture stream current, the device idle before and after."""
+        self._device.synchronize()
+        with frozen_gc(), self._device.capture_scope(stream):
             yield
-        finally:
-            torch.cuda.synchronize()
-            if was_enabled:
-                gc.enable()
+        self._device.synchronize()
 
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
         """See `ExecutionBackend.capture_one`."""
-        start_s = time.perf_counter()
-        before = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
+        device, start_s, reserved = self._device, time.perf_counter(), self._device.reserved_bytes()
+        self._drop(key)
+        graph = self._new_graph()
         try:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for _ in range(NUM_WARMUPS):
-                    forward()
-            torch.cuda.synchronize()
-            if reset is not None:
-                reset()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = forward()
+            for _ in range(NUM_WARMUPS):
+                forward()
+                if reset is not None:
+                    reset()
+            device.synchronize()
+            graph.begin()
+            output = forward()
+            graph.end()
         except Exception as cause:
-            torch.cuda.synchronize()
-            raise CaptureError(f"{key}: {type(cause).__name__}: {cause}") from cause
-        self._graphs[key], self._outputs[key] = graph, output
-        memory_bytes = max(0, torch.cuda.memory_reserved() - before)
-        return CaptureStats(0, (time.perf_counter() - start_s) * 1e3, memory_bytes)
+            graph.release()
+            raise capture_error(key, cause) from cause
+        self._graphs[key] = (graph, output)
+        memory_bytes = max(0, device.reserved_bytes() - reserved)
+        return CaptureStats(graph.num_nodes(), (time.perf_counter() - start_s) * 1e3, memory_bytes)
 
     def can_run(self, key: ShapeKey) -> bool:
         """See `ExecutionBackend.can_run`."""
         return key in self._graphs
 
-    @contextmanager
-    def replay_session(self) -> Iterator[None]:
+    def replay_session(self) -> AbstractContextManager[None]:
         """Nothing to set up: graphs replay on the current stream."""
-        yield
+        return nullcontext()
 
     def replay(self, key: ShapeKey) -> ModelOutput:
         """One graph launch. Sync: none."""
-        self._graphs[key].replay()
-        return self._outputs[key]
+        graph, output = self._graphs[key]
+        graph.replay()
+        return output
 
     def close(self) -> None:
         """Drop every graph; their memory returns to the allocator."""
-        self._outputs.clear()
-        self._graphs.clear()
+        for key in list(self._graphs):
+            self._drop(key)
+
+    def _drop(self, key: ShapeKey) -> None:
+        entry = self._graphs.pop(key, None)
+        if entry is not None:
+            entry[0].release()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
+from graphrunner.attention.backend import GraphSupport
+from graphrunner.core.active_batch import active_batch
 from graphrunner.core.errors import CaptureError
 from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
-from graphrunner.core.shape_key import ForwardVariant, ShapeKey
-from graphrunner.execution.backend import ExecutionBackend
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
+from graphrunner.device.registry import device_of
+from graphrunner.execution.backend import ExecutionBackend, capture_error
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 
 OnCapture = Callable[[str, int, int], None]
@@ -29,7 +36,15 @@ class BaseGraphRunner(BaseRunner):
         account: where costs and replays are counted.
         sizes: in rising order; what a size counts is the concrete runner's business.
         is_lazy: record a key at its first use, between steps, instead of at `capture`.
+        is_poisoning: overwrite a replay's outputs when the next one starts, so that a late reader is loud.
+
+    Attributes:
+        modes: the steps it takes.
+        needed_support: what its attention must be able to do inside a graph.
     """
+
+    modes: frozenset[ForwardMode]
+    needed_support: GraphSupport
 
     def __init__(
         self,
@@ -39,19 +54,27 @@ class BaseGraphRunner(BaseRunner):
         sizes: Sequence[int],
         *,
         is_lazy: bool = False,
+        is_poisoning: bool = False,
     ) -> None:
+        assert sizes and list(sizes) == sorted(set(sizes)), f"capture sizes must rise: {sizes}"
         self.context = context
         self.backend = backend
         self.account = account
         self.sizes = tuple(sizes)
         self.is_lazy = is_lazy
+        self._is_poisoning = is_poisoning
         self._views: dict[ShapeKey, ForwardBatch] = {}
         self._failed: set[ShapeKey] = set()
-        self._wanted: list[ShapeKey] = []
+        self._wanted: dict[ShapeKey, None] = {}
+        self._last_output: ModelOutput | None = None
 
     @abstractmethod
     def all_keys(self) -> Iterable[ShapeKey]:
         """Every key of the capture list."""
+
+    @abstractmethod
+    def shape_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """Why no key of the list fits a batch whose mode does; None when one does."""
 
     @abstractmethod
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
@@ -65,29 +88,58 @@ class BaseGraphRunner(BaseRunner):
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """What is recorded: gather, forward, write back; nothing but static views."""
 
+    @abstractmethod
+    def poison(self, value: int) -> None:
+        """Overwrite every static buffer, as if nothing had been loaded: what a load does not write shows."""
+
+    def graph_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """See `BaseRunner.graph_miss_reason`. A key that lazy capture still owes is recorded before the next step."""
+        if batch.mode not in self.modes:
+            return GraphMiss(GraphMissReason.MODE)
+        if batch.needs_all_logits:
+            return GraphMiss(GraphMissReason.ALL_LOGITS)
+        if batch.needs_hidden_states:
+            return GraphMiss(GraphMissReason.POOLING)
+        if batch.max_seq_len > self.context.max_seq_len:
+            return GraphMiss(GraphMissReason.SEQ_LEN, batch.max_seq_len, self.context.max_seq_len)
+        miss = self.shape_miss_reason(batch)
+        if miss is not None:
+            return miss
+        key = self._make_graph_key(batch)
+        assert key is not None, "a batch that no size holds has a shape miss"
+        return None if self.backend.can_run(key) else self._key_miss_reason(key)
+
     def capture(self, on_progress: OnCapture = lambda name, done, total: None) -> None:
-        """Record every key of the list, largest first; nothing when lazy. A key that fails is served eagerly."""
-        keys = sorted(self.all_keys(), key=lambda key: (-key.num_tokens, -key.num_reqs, key.variant.value))
-        if self.is_lazy:
+        """Record every key of the list, largest first, so that smaller ones fit into the memory of larger ones.
+
+        Nothing when lazy; keys that are recorded already stay. A key that fails is reported and served eagerly.
+        """
+        if self.is_lazy or not self._is_attention_able():
             return
-        self._capture_all(keys, on_progress)
+        self._capture_all([key for key in self.all_keys() if not self.backend.can_run(key)], on_progress)
 
     def capture_pending(self) -> None:
         """Record what steps asked for and did not find (lazy capture). Called between steps."""
         if self._wanted:
-            keys, self._wanted = list(dict.fromkeys(self._wanted)), []
+            keys, self._wanted = list(self._wanted), {}
             self._capture_all(keys, lambda name, done, total: None)
 
     def capture_one_shape(self, key: ShapeKey) -> None:
         """Record one key. Raises CaptureError."""
-        views = self.capture_prepare(key)
+        try:
+            views = self.capture_prepare(key)
+        except Exception as cause:
+            raise capture_error(key, cause) from cause
         stats = self.backend.capture_one(key, lambda: self.forward_over(views, key.variant))
         self._views[key] = views
         self.account.captured(self.name, key, stats)
 
     def execute(self, loaded: LoadedBatch) -> ModelOutput:
         """Replay and cut to the real rows. Aliasing: see `ModelOutput`."""
+        if self._is_poisoning and self._last_output is not None:
+            poison_output(self._last_output)
         output = self._replay_graph(loaded)
+        self._last_output = output
         self.account.replayed(self.name, loaded.key, loaded.num_tokens)
         return output
 
@@ -96,29 +148,60 @@ class BaseGraphRunner(BaseRunner):
         self.backend.close()
         self._views.clear()
         self._failed.clear()
+        self._wanted.clear()
+        self._last_output = None
 
+    def _replay_graph(self, loaded: LoadedBatch) -> ModelOutput:
+        with self._batch_active(loaded.batch), self.backend.replay_session():
+            output = self.backend.replay(loaded.key)
+        num_rows = loaded.num_tokens if loaded.batch.mode is ForwardMode.VERIFY else loaded.num_reqs
+        return ModelOutput(
+            logits=None if output.logits is None else output.logits[:num_rows],
+            token_ids=None if output.token_ids is None else output.token_ids[:num_rows],
+            hidden_states=None if output.hidden_states is None else output.hidden_states[: loaded.num_tokens],
+        )
+
+    def _loaded(self, key: ShapeKey, batch: ScheduledBatch) -> LoadedBatch:
+        """The views of a key, with metadata of this step where a part of the forward runs in Python."""
+        views = self._views[key]
+        if self.backend.has_eager_breaks:
+            views = with_metadata(views)
+        return LoadedBatch(key, views, batch.num_reqs, batch.num_tokens)
+
+    def _batch_active(self, batch: ForwardBatch) -> AbstractContextManager[None]:
+        return active_batch(batch) if self.backend.has_eager_breaks else nullcontext()
+
+    def _key_miss_reason(self, key: ShapeKey) -> GraphMiss:
+        if not self._is_attention_able():
+            return GraphMiss(GraphMissReason.ATTENTION)
+        if key in self._failed:
+            return GraphMiss(GraphMissReason.CAPTURE_FAILED)
+        if self.is_lazy:
+            self._wanted[key] = None
+        return GraphMiss(GraphMissReason.NOT_CAPTURED)
+
+    def _is_attention_able(self) -> bool:
+        return self.backend.has_eager_breaks or self.context.attention.graph_support >= self.needed_support
+
+    @torch.inference_mode()
     def _capture_all(self, keys: Sequence[ShapeKey], on_progress: OnCapture) -> None:
-        # A collection in the middle of a recording may free device memory that the recording uses.
-        gc.collect()
+        device = device_of(self.context.device)
+        keys = sorted(keys, key=lambda key: (-key.num_tokens, -key.num_reqs, key.variant.value))
+        failures: dict[ShapeKey, str] = {}
         with self.backend.capture_session():
             for index, key in enumerate(keys):
-                on_progress(f"{self.name} {key}", index, len(keys))
+                on_progress(f"{self.name} {key}, {device.free_bytes() >> 20} MiB free", index, len(keys))
                 try:
                     self.capture_one_shape(key)
                 except CaptureError as error:
-                    self._failed.add(key)
-                    self.account.failed(self.name, key, str(error))
+                    failures[key] = str(error)
+        self._failed |= set(failures)
+        self.account.failed(self.name, failures, len(keys))
         on_progress(self.name, len(keys), len(keys))
 
-    def _is_failed(self, key: ShapeKey) -> bool:
-        return key in self._failed
 
-    def _replay_graph(self, loaded: LoadedBatch) -> ModelOutput:
-        with self.backend.replay_session():
-            output = self.backend.replay(loaded.key)
-        num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
-        return ModelOutput(
-            logits=None if output.logits is None else output.logits[:num_reqs],
-            token_ids=None if output.token_ids is None else output.token_ids[:num_reqs],
-            hidden_states=None if output.hidden_states is None else output.hidden_states[:num_tokens],
-        )
+def poison_output(output: ModelOutput) -> None:
+    """Overwrite with NaN, or with a token id that no vocabulary has."""
+    for tensor in (output.logits, output.hidden_states, output.token_ids):
+        if tensor is not None:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)

@@ -1,11 +1,13 @@
-"""Decode steps from a recording: one query token a request, everything gathered on the device."""
+"""Decode and target-verify steps from a recording: a fixed number of query tokens a request, gathered on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
+from graphrunner.attention.backend import GraphSupport
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
@@ -15,11 +17,13 @@ from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
 from graphrunner.runner.capture_sizes import bucket_for
-from graphrunner.runner.gather_rows import DerivedBuffers, gather_decode, make_derived
+from graphrunner.runner.gather_rows import DerivedBuffers, advance_for, gather_for, make_derived
 from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext, with_metadata
+from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.static_buffers import UNIFORM_BUFFERS, StaticBuffers
 
-_VARIANT_OF_NEED = {
+VARIANT_OF_NEED = {
     SamplingNeed.GREEDY: ForwardVariant.GREEDY,
     SamplingNeed.RANDOM: ForwardVariant.SAMPLE,
     SamplingNeed.LOGITS: ForwardVariant.LOGITS,
@@ -27,13 +31,14 @@ _VARIANT_OF_NEED = {
 
 
 class DecodeCudaGraphRunner(BaseGraphRunner):
-    """Sizes count requests. The only loaded buffer is `request_rows`: a step whose rows did not change loads nothing.
+    """Sizes count requests. A step whose rows did not change loads nothing: the recording advances the rows itself.
 
     Args:
         variants: what is recorded; LOGITS must be among them and serves every need.
+        query_width: tokens a request; 1 is decode, k + 1 verifies k drafts. A verify step has logits (or, greedy,
+            token ids) of every token, and whoever accepts drafts advances the request table.
+        name: in records and metrics.
     """
-
-    name = "decode_cuda_graph_runner"
 
     def __init__(
         self,
@@ -42,89 +47,123 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         account: GraphAccount,
         sizes: Sequence[int],
         *,
-        variants: Sequence[ForwardVariant] = tuple(_VARIANT_OF_NEED.values()),
+        variants: Sequence[ForwardVariant] = tuple(VARIANT_OF_NEED.values()),
+        query_width: int = 1,
+        name: str = "decode_cuda_graph_runner",
         is_lazy: bool = False,
+        is_poisoning: bool = False,
     ) -> None:
-        super().__init__(context, backend, account, sizes, is_lazy=is_lazy)
+        super().__init__(context, backend, account, sizes, is_lazy=is_lazy, is_poisoning=is_poisoning)
         assert ForwardVariant.LOGITS in variants, "every batch must have a variant that serves it"
+        self.name = name
+        self.query_width = query_width
+        is_decode = query_width == 1
+        self.modes = frozenset({ForwardMode.DECODE if is_decode else ForwardMode.VERIFY})
+        self.needed_support = GraphSupport.DECODE if is_decode else GraphSupport.UNIFORM
+        device, largest = context.device, self.sizes[-1]
         self._variants = tuple(variants)
-        largest = self.sizes[-1]
-        self.request_rows = torch.zeros(largest, dtype=torch.int32, device=context.device)
-        self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=context.device)
-        self._logits_indices = torch.arange(largest, dtype=torch.int64, device=context.device)
-        self._derived = make_derived(largest, largest, context.device)
+        self._keys = {(size, v): ShapeKey(size * query_width, size, v) for size in self.sizes for v in self._variants}
+        self.buffers = StaticBuffers(
+            largest * query_width,
+            largest,
+            device,
+            context.attention.pad_seq_len,
+            specs=UNIFORM_BUFFERS,
+            num_drafts=query_width - 1,
+        )
+        self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=device) * query_width
+        self._logits_indices = torch.arange(largest * query_width, dtype=torch.int64, device=device)
+        self._derived = make_derived(largest * query_width, largest, device)
+        self._gather, self._advance = gather_for(device), advance_for(device, largest)
         self._held_rows: tuple[int, ...] = ()
+        self._held_size = 0
+        account.limits(name, f"largest captured size {largest}, max_num_seqs {context.table.max_num_seqs}")
 
     def all_keys(self) -> Iterable[ShapeKey]:
         """Every size in every variant."""
-        return (ShapeKey(size, size, variant) for size in self.sizes for variant in self._variants)
+        return self._keys.values()
 
-    def graph_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
-        """See `BaseRunner.graph_miss_reason`."""
-        if batch.mode is not ForwardMode.DECODE:
-            return GraphMiss(GraphMissReason.MODE)
-        if batch.max_query_len != 1:
-            return GraphMiss(GraphMissReason.QUERY_LEN, batch.max_query_len, 1)
-        key = self._make_graph_key(batch)
-        if key is None:
+    def shape_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """See `BaseGraphRunner.shape_miss_reason`."""
+        width = self.query_width
+        if batch.max_query_len != width or batch.num_tokens != batch.num_reqs * width:
+            return GraphMiss(GraphMissReason.QUERY_LEN, batch.max_query_len, width)
+        if batch.num_reqs > self.sizes[-1]:
             return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self.sizes[-1])
-        if self.backend.can_run(key):
-            return None
-        if self._is_failed(key):
-            return GraphMiss(GraphMissReason.CAPTURE_FAILED)
-        if self.is_lazy:
-            self._wanted.append(key)
-        return GraphMiss(GraphMissReason.NOT_CAPTURED)
+        return None
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
-        """Write the row numbers, unless they are there already. See `BaseRunner.load_batch`."""
+        """Write the row numbers, unless they are there already, and drafts that the host knows.
+
+        See `BaseRunner.load_batch`.
+        """
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
-        padded = batch.rows + (0,) * (key.num_reqs - batch.num_reqs)
-        if padded != self._held_rows:
-            self.request_rows[: key.num_reqs].copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
-            self._held_rows = padded
-        return LoadedBatch(key, self._views[key], batch.num_reqs, batch.num_tokens)
+        has_drafts = self.query_width > 1 and bool(batch.input_ids)
+        if has_drafts or key.num_reqs != self._held_size or batch.rows != self._held_rows:
+            columns = {"request_rows": np.asarray(batch.rows, np.int32)}
+            if has_drafts:
+                ids = np.asarray(batch.input_ids, np.int32).reshape(batch.num_reqs, self.query_width)
+                columns["draft_tokens"] = ids[:, 1:].reshape(-1)
+            self.buffers.load(columns, batch.num_tokens, key.num_tokens, key.num_reqs)
+            self._held_rows, self._held_size = batch.rows, key.num_reqs
+        return self._loaded(key, batch)
 
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
         """Views of one size, all rows the dummy row."""
-        size, context = key.num_reqs, self.context
-        self.request_rows.zero_()
-        self._held_rows = ()
+        size, num_tokens, context = key.num_reqs, key.num_tokens, self.context
+        self.poison(0)
         views = ForwardBatch(
-            mode=ForwardMode.DECODE,
-            input_ids=self._derived.input_ids[:size],
-            positions=self._derived.positions[:size],
-            slot_mapping=self._derived.slot_mapping[:size],
-            request_rows=self.request_rows[:size],
+            mode=ForwardMode.DECODE if self.query_width == 1 else ForwardMode.VERIFY,
+            input_ids=self._derived.input_ids[:num_tokens],
+            positions=self._derived.positions[:num_tokens],
+            slot_mapping=self._derived.slot_mapping[:num_tokens],
+            request_rows=self.buffers.view("request_rows", num_tokens, size),
             seq_lens=self._derived.seq_lens[:size],
             query_start_loc=self._query_start_loc[: size + 1],
             page_table=context.table.page_table,
-            logits_indices=self._logits_indices[:size],
+            logits_indices=self._logits_indices[:num_tokens],
             kv_layers=context.kv_layers,
             attention=context.attention,
             attention_metadata=None,
-            num_tokens=size,
+            num_tokens=num_tokens,
             num_reqs=size,
-            max_query_len=1,
+            max_query_len=self.query_width,
             max_seq_len=context.max_seq_len,
         )
         return with_metadata(views)
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Gather the rows, run, write lengths (and tokens, when picked here) back. In graph."""
-        table = self.context.table
+        context = self.context
         out = DerivedBuffers(views.input_ids, views.positions, views.slot_mapping, views.seq_lens)
-        gather_decode(table, views.request_rows, self.context.page_size, out)
-        output = self.context.forward(views, variant)
-        table.store_lengths(views.request_rows, views.seq_lens)
-        if output.token_ids is not None:
-            table.store_tokens(views.request_rows, output.token_ids)
+        self._gather(context.table, views.request_rows, self._drafts_of(views), context.page_size, out)
+        output = context.forward(views, variant)
+        if self.query_width > 1:
+            return output
+        if output.token_ids is None:
+            context.table.store_lengths(views.request_rows, views.seq_lens)
+        else:
+            self._advance(context.table, views.request_rows, views.seq_lens, output.token_ids)
         return output
+
+    def poison(self, value: int) -> None:
+        """See `BaseGraphRunner.poison`. Rows must stay valid row numbers, so they are not held from here on."""
+        self.buffers.poison(value)
+        for tensor in (self._derived.input_ids, self._derived.positions, self._derived.slot_mapping):
+            tensor.fill_(value)
+        self._derived.seq_lens.fill_(value)
+        self._held_rows, self._held_size = (), 0
+
+    def _drafts_of(self, views: ForwardBatch) -> torch.Tensor | None:
+        if self.query_width == 1:
+            return None
+        drafts = self.buffers.view("draft_tokens", views.num_tokens, views.num_reqs)
+        return drafts.view(views.num_reqs, self.query_width - 1)
 
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
         size = bucket_for(batch.num_reqs, self.sizes)
         if size is None:
             return None
-        wanted = _VARIANT_OF_NEED[batch.sampling_need]
-        return ShapeKey(size, size, wanted if wanted in self._variants else ForwardVariant.LOGITS)
+        wanted = VARIANT_OF_NEED[batch.sampling_need]
+        return self._keys.get((size, wanted)) or self._keys[size, ForwardVariant.LOGITS]

@@ -8,46 +8,55 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant, ShapeKey
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
-from graphrunner.runner.gather_rows import gather_tokens, make_derived
-from graphrunner.runner.runner_context import RunnerContext, with_metadata
-from graphrunner.runner.static_buffers import StaticBuffers
+from graphrunner.runner.gather_rows import DerivedBuffers, gather_tokens, make_derived
+from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.static_buffers import StaticBuffers, token_columns
 
 
 class EagerRunner(BaseRunner):
-    """Runs any batch at its real size. It never replays, so its miss reason is that graphs are off."""
+    """Runs any batch at its real size. It never replays, so its miss reason is that graphs are off.
+
+    Its buffers grow with the largest batch seen: nothing is recorded on them, so they may move.
+    """
 
     name = "eager"
 
     def __init__(self, context: RunnerContext) -> None:
         self._context = context
+        self._buffers: StaticBuffers | None = None
+        self._derived = make_derived(0, 0, context.device)
 
     def graph_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
         """Always OFF: the selector falls back to this runner without asking."""
         return GraphMiss(GraphMissReason.OFF)
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
-        """Fresh tensors of exact size. See `BaseRunner.load_batch`."""
-        context, table = self._context, self._context.table
-        num_tokens, num_reqs = batch.num_tokens, batch.num_reqs
-        buffers = StaticBuffers(num_tokens, num_reqs, context.device, context.attention.pad_seq_len)
-        buffers.load(batch, num_tokens, num_reqs)
-        tensors = buffers.tensors
-        derived = make_derived(num_tokens, num_reqs, context.device)
+        """Views of exact size. See `BaseRunner.load_batch`."""
+        context, num_tokens, num_reqs = self._context, batch.num_tokens, batch.num_reqs
+        buffers = self._buffers_for(num_tokens, num_reqs)
+        buffers.load(token_columns(batch), num_tokens, num_tokens, num_reqs)
+        views = {name: buffers.view(name, num_tokens, num_reqs) for name in buffers.tensors}
+        input_ids, slots = self._derived.input_ids[:num_tokens], self._derived.slot_mapping[:num_tokens]
+        derived = DerivedBuffers(input_ids, views["positions"], slots, views["seq_lens"])
         gather_tokens(
-            table, tensors["input_ids"], tensors["token_rows"], tensors["positions"], context.page_size, derived
+            context.table,
+            views["input_ids"],
+            views["token_rows"],
+            positions=views["positions"],
+            page_size=context.page_size,
+            out=derived,
         )
-        wants_hidden = batch.needs_all_logits or batch.needs_hidden_states
-        variant = ForwardVariant.HIDDEN if wants_hidden else ForwardVariant.LOGITS
         forward_batch = ForwardBatch(
             mode=batch.mode,
-            input_ids=derived.input_ids,
-            positions=tensors["positions"],
-            slot_mapping=derived.slot_mapping,
-            request_rows=tensors["request_rows"],
-            seq_lens=tensors["seq_lens"],
-            query_start_loc=tensors["query_start_loc"],
-            page_table=table.page_table,
-            logits_indices=tensors["logits_indices"],
+            input_ids=input_ids,
+            positions=views["positions"],
+            slot_mapping=slots,
+            request_rows=views["request_rows"],
+            seq_lens=views["seq_lens"],
+            query_start_loc=views["query_start_loc"],
+            page_table=context.table.page_table,
+            logits_indices=views["logits_indices"],
             kv_layers=context.kv_layers,
             attention=context.attention,
             attention_metadata=None,
@@ -56,7 +65,9 @@ class EagerRunner(BaseRunner):
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
-        return LoadedBatch(ShapeKey(num_tokens, num_reqs, variant), with_metadata(forward_batch), num_reqs, num_tokens)
+        wants_hidden = batch.needs_all_logits or batch.needs_hidden_states
+        key = ShapeKey(num_tokens, num_reqs, ForwardVariant.HIDDEN if wants_hidden else ForwardVariant.LOGITS)
+        return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens)
 
     def execute(self, loaded: LoadedBatch) -> ModelOutput:
         """Call the forward. Logits are of one row a request, or of every token under HIDDEN."""
@@ -68,3 +79,16 @@ class EagerRunner(BaseRunner):
             logits = self._context.tail(output.hidden_states).logits
             return ModelOutput(logits=logits, hidden_states=output.hidden_states)
         return output
+
+    def _buffers_for(self, num_tokens: int, num_reqs: int) -> StaticBuffers:
+        buffers = self._buffers
+        if buffers is None or num_tokens > buffers.max_tokens or num_reqs > buffers.max_reqs:
+            context = self._context
+            num_tokens, num_reqs = _power_of_two(num_tokens), _power_of_two(num_reqs)
+            buffers = StaticBuffers(num_tokens, num_reqs, context.device, context.attention.pad_seq_len)
+            self._buffers, self._derived = buffers, make_derived(num_tokens, num_reqs, context.device)
+        return buffers
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,8 +1,13 @@
-"""What a forward reads that the device derives for itself, from the request table. Capturable, no sync."""
+"""What a forward reads that the device derives for itself, from the request table. Capturable, no sync.
+
+Plain torch here is the twin of the CUDA kernels in kernels/triton/request_rows.py, which do each half in one launch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -23,6 +28,22 @@ class DerivedBuffers:
     seq_lens: torch.Tensor
 
 
+GatherUniform = Callable[[RequestTable, torch.Tensor, torch.Tensor | None, int, DerivedBuffers], None]
+"""(table, request_rows, draft_tokens, page_size, out)."""
+
+Advance = Callable[[RequestTable, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(table, request_rows, seq_lens, token_ids)."""
+
+DERIVED_WHY_SAFE = {
+    "input_ids": "the dummy row's last token is 0, a valid id",
+    "positions": "the dummy row's length is 0, a valid rope index",
+    "slot_mapping": "the dummy row's pages are page 0: writes land in a page nobody owns",
+    "seq_lens": "the step's width, all of it in page 0",
+    "page_table": "row 0 is page 0 in every column; columns past a row's pages are page 0 as well",
+}
+"""What padding rows hold in buffers that nobody loads, and why it is safe. In docs/padding.md."""
+
+
 def make_derived(num_tokens: int, num_reqs: int, device: torch.device) -> DerivedBuffers:
     """Fresh buffers of one shape."""
     return DerivedBuffers(
@@ -33,29 +54,107 @@ def make_derived(num_tokens: int, num_reqs: int, device: torch.device) -> Derive
     )
 
 
-def gather_decode(table: RequestTable, request_rows: torch.Tensor, page_size: int, out: DerivedBuffers) -> None:
-    """Everything of a decode step (one query token a row) from the row numbers alone.
+def gather_uniform(
+    table: RequestTable,
+    request_rows: torch.Tensor,
+    draft_tokens: torch.Tensor | None,
+    page_size: int,
+    out: DerivedBuffers,
+) -> None:
+    """Everything of a decode or verify step from the row numbers (and drafts) alone.
 
     Args:
         request_rows: int32 [R], device; padding is the dummy row.
+        draft_tokens: int32 [R, width - 1], device; None for width 1.
     """
+    num_reqs = request_rows.shape[0]
+    width = 1 if draft_tokens is None else draft_tokens.shape[1] + 1
     computed = table.num_computed.index_select(0, request_rows)
-    out.input_ids.copy_(table.last_token.index_select(0, request_rows))
-    out.positions.copy_(computed)
-    out.seq_lens.copy_(computed + 1)
-    out.slot_mapping.copy_(slots_of(table, request_rows, out.positions, page_size))
+    last = table.last_token.index_select(0, request_rows)
+    torch.add(computed, width, out=out.seq_lens)
+    if draft_tokens is None:
+        out.input_ids.copy_(last)
+        out.positions.copy_(computed)
+        token_rows = request_rows
+    else:
+        torch.cat((last.unsqueeze(1), draft_tokens), dim=1, out=out.input_ids.view(num_reqs, width))
+        offsets = torch.arange(width, device=request_rows.device)
+        out.positions.copy_((computed.unsqueeze(1) + offsets).flatten())
+        token_rows = request_rows.repeat_interleave(width, output_size=num_reqs * width)
+    out.slot_mapping.copy_(slots_of(table, token_rows, out.positions, page_size))
 
 
 def gather_tokens(
-    table: RequestTable, input_ids: torch.Tensor, token_rows: torch.Tensor, positions: torch.Tensor, page_size: int,
+    table: RequestTable,
+    input_ids: torch.Tensor,
+    token_rows: torch.Tensor,
+    *,
+    positions: torch.Tensor,
+    page_size: int,
     out: DerivedBuffers,
-) -> None:  # fmt: skip
+) -> None:
     """Token ids that only the device knows (-1 on the host) and KV slots, for any mix of chunks and decode rows."""
     out.input_ids.copy_(torch.where(input_ids < 0, table.last_token.index_select(0, token_rows), input_ids))
     out.slot_mapping.copy_(slots_of(table, token_rows, positions, page_size))
 
 
 def slots_of(table: RequestTable, token_rows: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
-    """int64 [T]: page * page_size + offset of each token; tokens of the dummy row land in the dummy page."""
-    pages = table.page_table[token_rows.long(), positions // page_size].long()
-    return pages * page_size + positions % page_size
+    """int64 [T]: page * page_size + offset of each token.
+
+    A position past the last column (a verify row at the context limit) lands in the dummy page, as do the tokens of
+    the dummy row.
+    """
+    columns = positions // page_size
+    last = table.page_table.shape[1] - 1
+    pages = table.page_table[token_rows.long(), columns.clamp(max=last)].long()
+    return torch.where(columns <= last, pages, 0) * page_size + positions % page_size
+
+
+def advance(table: RequestTable, request_rows: torch.Tensor, seq_lens: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Make the step's tokens the rows' last ones and count the step as computed. int32 [R] each."""
+    table.store_lengths(request_rows, seq_lens)
+    table.store_tokens(request_rows, token_ids)
+
+
+def advance_for(device: torch.device, max_reqs: int) -> Advance:
+    """The fastest `advance` of a device, for up to `max_reqs` requests."""
+    return _cuda_advance(device, max_reqs) if device.type == "cuda" else advance
+
+
+def gather_for(device: torch.device) -> GatherUniform:
+    """The fastest `gather_uniform` of a device."""
+    return _cuda_gather() if device.type == "cuda" else gather_uniform
+
+
+@cache
+def _cuda_gather() -> GatherUniform:
+    from graphrunner.kernels.triton import gpu_ops
+
+    def gather(
+        table: RequestTable,
+        request_rows: torch.Tensor,
+        draft_tokens: torch.Tensor | None,
+        page_size: int,
+        out: DerivedBuffers,
+    ) -> None:
+        inputs = gpu_ops.DecodeInputs(out.input_ids, out.positions, out.seq_lens, out.slot_mapping)
+        gpu_ops.gather_decode_inputs(
+            request_rows, table.last_token, table.num_computed, table.page_table, page_size, inputs, draft_tokens
+        )
+
+    return gather
+
+
+def _cuda_advance(device: torch.device, max_reqs: int) -> Advance:
+    from graphrunner.kernels.triton import gpu_ops
+
+    # The kernel also keeps a ring of recent tokens, for hosts that read a step late; here nobody reads it.
+    ring = torch.zeros(1, max_reqs, dtype=torch.int32, device=device)
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def advance_rows(
+        table: RequestTable, request_rows: torch.Tensor, seq_lens: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        gpu_ops.advance_rows(request_rows, token_ids, table.last_token, table.num_computed, ring, counter)
+
+    return advance_rows

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.shape_key import ShapeKey
 from graphrunner.execution.backend import CaptureStats
-from graphrunner.telemetry.log import get_logger, warn_once
+from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
+
+_SURPRISES = frozenset(
+    {
+        GraphMissReason.NUM_REQS,
+        GraphMissReason.NUM_TOKENS,
+        GraphMissReason.QUERY_LEN,
+        GraphMissReason.SEQ_LEN,
+        GraphMissReason.ATTENTION,
+    }
+)
+"""Not the user's own choice, not a failure reported before, not a graph that is about to be made."""
 
 
 @dataclass(slots=True)
@@ -48,15 +60,24 @@ class GraphAccount:
         self._failed: list[tuple[str, ShapeKey, str]] = []
         self._misses: Counter[str] = Counter()
         self._num_eager = 0
+        self._limits: dict[str, str] = {}
+        self._warned: set[tuple[str, GraphMissReason]] = set()
+
+    def limits(self, runner: str, text: str) -> None:
+        """What the runner can hold, in words, for the warning when a step does not fit."""
+        self._limits[runner] = text
 
     def captured(self, runner: str, key: ShapeKey, stats: CaptureStats) -> None:
-        """A key was recorded."""
+        """A key was recorded; its counts start anew."""
         self._keys[runner, key] = KeyAccount(runner, key, stats)
 
-    def failed(self, runner: str, key: ShapeKey, cause: str) -> None:
-        """A key could not be recorded; it is served eagerly."""
-        self._failed.append((runner, key, cause))
-        log.warning("%s: capturing %s failed, it is served eagerly: %s", runner, key, cause)
+    def failed(self, runner: str, causes: Mapping[ShapeKey, str], num_tried: int) -> None:
+        """Keys could not be recorded and are served eagerly. One warning for all of them."""
+        if causes:
+            self._failed.extend((runner, key, cause) for key, cause in causes.items())
+            first = next(iter(causes.values()))
+            text = "%s: capturing %d of %d shapes failed, they are served eagerly; the first: %s"
+            log.warning(text, runner, len(causes), num_tried, first)
 
     def replayed(self, runner: str, key: ShapeKey, num_tokens: int) -> None:
         """A recording ran for `num_tokens` real tokens."""
@@ -65,12 +86,12 @@ class GraphAccount:
         account.num_real_tokens += num_tokens
 
     def missed(self, runner: str, miss: GraphMiss) -> None:
-        """A step ran eagerly although `runner` is there for its kind. Warns once a reason."""
+        """A step ran eagerly although `runner` is there for its kind. Warns once a reason, when it is a surprise."""
         self._misses[miss.reason.name] += 1
         self._num_eager += 1
-        if miss.reason is GraphMissReason.OFF:
-            return  # the user's own choice is no surprise
-        warn_once(log, f"{id(self)}/{runner}/{miss.reason.name}", f"{runner}: no graph for a step: {miss}")
+        if miss.reason in _SURPRISES and (runner, miss.reason) not in self._warned:
+            self._warned.add((runner, miss.reason))
+            log.warning("%s: no graph for a step: %s; %s", runner, miss, self._limits.get(runner, ""))
 
     def report(self) -> GraphReport:
         """A snapshot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from graphrunner.attention.backend import GraphSupport
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
@@ -15,8 +16,9 @@ from graphrunner.runner.base_runner import LoadedBatch
 from graphrunner.runner.capture_sizes import MAX_PADDING_FACTOR, bucket_for
 from graphrunner.runner.gather_rows import DerivedBuffers, gather_tokens, make_derived
 from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext, with_metadata
-from graphrunner.runner.static_buffers import StaticBuffers
+from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.static_buffers import StaticBuffers, token_columns
 
 
 class PrefillCudaGraphRunner(BaseGraphRunner):
@@ -24,9 +26,11 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
 
     Args:
         max_reqs: most requests in one step.
+        name: in records and metrics.
     """
 
-    name = "prefill_cuda_graph_runner"
+    modes = frozenset({ForwardMode.PREFILL, ForwardMode.MIXED})
+    needed_support = GraphSupport.ALWAYS
 
     def __init__(
         self,
@@ -36,45 +40,40 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
         sizes: Sequence[int],
         *,
         max_reqs: int,
+        name: str = "prefill_cuda_graph_runner",
         is_lazy: bool = False,
+        is_poisoning: bool = False,
     ) -> None:
-        super().__init__(context, backend, account, sizes, is_lazy=is_lazy)
+        super().__init__(context, backend, account, sizes, is_lazy=is_lazy, is_poisoning=is_poisoning)
+        self.name = name
         self._max_reqs = max_reqs
         largest = self.sizes[-1]
+        self._keys = {size: ShapeKey(size, min(size, max_reqs), ForwardVariant.HIDDEN) for size in self.sizes}
         self.buffers = StaticBuffers(largest, min(largest, max_reqs), context.device, context.attention.pad_seq_len)
         self._derived = make_derived(largest, 1, context.device)
+        account.limits(name, f"largest captured size {largest} tokens, {max_reqs} requests")
 
     def all_keys(self) -> Iterable[ShapeKey]:
         """Every token bucket."""
-        return (self._key(size) for size in self.sizes)
+        return self._keys.values()
 
-    def graph_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
-        """See `BaseRunner.graph_miss_reason`."""
-        if batch.mode not in (ForwardMode.PREFILL, ForwardMode.MIXED):
-            return GraphMiss(GraphMissReason.MODE)
-        if batch.needs_all_logits:
-            return GraphMiss(GraphMissReason.ALL_LOGITS)
-        if batch.needs_hidden_states:
-            return GraphMiss(GraphMissReason.POOLING)
-        key = self._make_graph_key(batch)
-        if key is None:
+    def shape_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """See `BaseGraphRunner.shape_miss_reason`."""
+        if batch.num_reqs > self._max_reqs:
+            return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self._max_reqs)
+        size = bucket_for(batch.num_tokens, self.sizes)
+        if size is None:
             return GraphMiss(GraphMissReason.NUM_TOKENS, batch.num_tokens, self.sizes[-1])
-        if key.num_tokens > MAX_PADDING_FACTOR * batch.num_tokens:
-            return GraphMiss(GraphMissReason.PADDING, key.num_tokens, MAX_PADDING_FACTOR * batch.num_tokens)
-        if self.backend.can_run(key):
-            return None
-        if self._is_failed(key):
-            return GraphMiss(GraphMissReason.CAPTURE_FAILED)
-        if self.is_lazy:
-            self._wanted.append(key)
-        return GraphMiss(GraphMissReason.NOT_CAPTURED)
+        if size > MAX_PADDING_FACTOR * batch.num_tokens:
+            return GraphMiss(GraphMissReason.PADDING, size, MAX_PADDING_FACTOR * batch.num_tokens)
+        return None
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
         """Fill every static buffer, padded to the bucket. See `BaseRunner.load_batch`."""
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_tokens} tokens exceed the largest captured size {self.sizes[-1]}"
-        self.buffers.load(batch, key.num_tokens, key.num_reqs)
-        return LoadedBatch(key, self._views[key], batch.num_reqs, batch.num_tokens)
+        self.buffers.load(token_columns(batch), batch.num_tokens, key.num_tokens, key.num_reqs)
+        return self._loaded(key, batch)
 
     def execute(self, loaded: LoadedBatch) -> ModelOutput:
         """Replay the body, then the tail on the rows whose logits are wanted."""
@@ -86,8 +85,7 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
         """Views of one bucket, padding only."""
         context, num_tokens, num_reqs = self.context, key.num_tokens, key.num_reqs
-        self.buffers.poison(0)
-        self.buffers.view("seq_lens", num_tokens, num_reqs).fill_(context.attention.pad_seq_len)
+        self.buffers.load({}, 0, num_tokens, num_reqs)
         views = {name: self.buffers.view(name, num_tokens, num_reqs) for name in self.buffers.tensors}
         batch = ForwardBatch(
             mode=ForwardMode.MIXED,
@@ -111,20 +109,22 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Fill in what only the device knows, run the body, write lengths back. In graph."""
-        context, tensors = self.context, self.buffers.tensors
-        num_tokens = views.num_tokens
+        context, num_tokens = self.context, views.num_tokens
         out = DerivedBuffers(views.input_ids, views.positions, views.slot_mapping, views.seq_lens)
+        input_ids, token_rows = (self.buffers.tensors[name][:num_tokens] for name in ("input_ids", "token_rows"))
         gather_tokens(
-            context.table, tensors["input_ids"][:num_tokens], tensors["token_rows"][:num_tokens], views.positions,
-            context.page_size, out,
-        )  # fmt: skip
+            context.table, input_ids, token_rows, positions=views.positions, page_size=context.page_size, out=out
+        )
         output = context.forward(views, variant)
         context.table.store_lengths(views.request_rows, views.seq_lens)
         return output
 
+    def poison(self, value: int) -> None:
+        """See `BaseGraphRunner.poison`."""
+        self.buffers.poison(value)
+        self._derived.input_ids.fill_(value)
+        self._derived.slot_mapping.fill_(value)
+
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
         size = bucket_for(batch.num_tokens, self.sizes)
-        return None if size is None or batch.num_reqs > self._max_reqs else self._key(size)
-
-    def _key(self, size: int) -> ShapeKey:
-        return ShapeKey(size, min(size, self._max_reqs), ForwardVariant.HIDDEN)
+        return None if size is None or batch.num_reqs > self._max_reqs else self._keys[size]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.scheduled_batch import PageAppend, RowInit, ScheduledBatch
+from graphrunner.device.registry import device_of
+from graphrunner.runner.staging import StagingBlock
+
+_INT_BYTES = 4
 
 
 class RequestTable:
@@ -16,7 +21,7 @@ class RequestTable:
         device: where it lives.
 
     Attributes:
-        last_token: int32 [num_rows], device.
+        last_token: int32 [num_rows], device; the newest token, whose KV is not written yet.
         num_computed: int32 [num_rows], device; tokens whose KV exists.
         page_table: int32 [num_rows, max_pages], device; page 0 where a row owns no page.
     """
@@ -25,21 +30,28 @@ class RequestTable:
         self.last_token = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
+        self.max_pages = max_pages
         self._device = device
+        self._is_remote = device_of(device).has_own_memory
+        self._staging: StagingBlock | None = None
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows that requests can have."""
+        return self.last_token.shape[0] - 1
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take in the step's new rows, then its new pages. No work in a steady step. Sync: none.
 
         A row may have a new owner while a launched step still writes into it: the device runs both in order.
         """
-        if batch.row_inits:
-            cached = dict(zip(batch.rows, batch.cached_lens, strict=True))
-            for init in batch.row_inits:
-                self.page_table[init.row].zero_()
-                self._put_pages(init.row, 0, init.pages)
-                self.num_computed[init.row] = cached.get(init.row, 0)
-        for append in batch.page_appends:
-            self._put_pages(append.row, append.start, append.pages)
+        if not batch.row_inits and not batch.page_appends:
+            return
+        cached = dict(zip(batch.rows, batch.cached_lens, strict=True)) if batch.row_inits else {}
+        if self._is_remote:
+            self._send(batch.row_inits, batch.page_appends, cached)
+        else:
+            self._write(batch.row_inits, batch.page_appends, cached)
 
     def store_lengths(self, request_rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Record that the rows' KV now reaches `seq_lens`. In graph: yes."""
@@ -47,9 +59,45 @@ class RequestTable:
 
     def store_tokens(self, request_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Record the rows' newest tokens. In graph: yes."""
-        self.last_token.index_copy_(0, request_rows.long(), torch.where(request_rows > 0, token_ids.to(torch.int32), 0))
+        tokens = torch.where(request_rows > 0, token_ids, 0).to(torch.int32)
+        self.last_token.index_copy_(0, request_rows.long(), tokens)
 
-    def _put_pages(self, row: int, start: int, pages: tuple[int, ...]) -> None:
-        if pages:
-            values = torch.tensor(pages, dtype=torch.int32)
-            self.page_table[row, start : start + len(pages)].copy_(values, non_blocking=True)
+    def _write(self, inits: tuple[RowInit, ...], appends: tuple[PageAppend, ...], cached: dict[int, int]) -> None:
+        """Put everything in place through the host's own view of the memory."""
+        pages, computed = self.page_table.numpy(), self.num_computed.numpy()
+        for init in inits:
+            pages[init.row] = 0
+            pages[init.row, : len(init.pages)] = init.pages
+            computed[init.row] = cached[init.row]
+        for append in appends:
+            pages[append.row, append.start : append.start + len(append.pages)] = append.pages
+
+    def _send(self, inits: tuple[RowInit, ...], appends: tuple[PageAppend, ...], cached: dict[int, int]) -> None:
+        """One packed copy: rows, lengths and page rows of the inits; flat cells and pages of the appends."""
+        num_inits, num_cells = len(inits), sum(len(append.pages) for append in appends)
+        ends = np.cumsum((num_inits, num_inits, num_inits * self.max_pages, num_cells, num_cells)).tolist()
+        staging = self._staging_of(ends[-1] * _INT_BYTES)
+        host = staging.begin().view(np.int32)
+        host[: ends[0]] = [init.row for init in inits]
+        host[ends[0] : ends[1]] = [cached[init.row] for init in inits]
+        page_rows = host[ends[1] : ends[2]].reshape(num_inits, self.max_pages)
+        page_rows[:] = 0
+        for place, init in enumerate(inits):
+            page_rows[place, : len(init.pages)] = init.pages
+        cells = [append.row * self.max_pages + append.start + i for append in appends for i in range(len(append.pages))]
+        host[ends[2] : ends[3]] = cells
+        host[ends[3] : ends[4]] = [page for append in appends for page in append.pages]
+        staging.send(ends[-1] * _INT_BYTES)
+        sent = staging.block.view(torch.int32)
+        if inits:
+            rows = sent[: ends[0]].long()
+            self.num_computed.index_copy_(0, rows, sent[ends[0] : ends[1]])
+            self.page_table.index_copy_(0, rows, sent[ends[1] : ends[2]].view(num_inits, self.max_pages))
+        if appends:
+            self.page_table.view(-1).index_copy_(0, sent[ends[2] : ends[3]].long(), sent[ends[3] : ends[4]])
+
+    def _staging_of(self, num_bytes: int) -> StagingBlock:
+        """A block that is large enough. An outgrown one may still be read by the device: the allocator keeps it."""
+        if self._staging is None or self._staging.block.numel() < num_bytes:
+            self._staging = StagingBlock(1 << max(12, (num_bytes - 1).bit_length()), self._device)
+        return self._staging

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from graphrunner.attention.backend import AttentionBackend
-from graphrunner.core.forward_batch import ForwardBatch, KVLayer
+from graphrunner.core.forward_batch import KVLayer
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.runner.base_runner import Forward
 from graphrunner.runner.request_table import RequestTable
@@ -40,8 +40,3 @@ class RunnerContext:
     device: torch.device
     page_size: int
     max_seq_len: int
-
-
-def with_metadata(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with what its attention backend prepares for it."""
-    return replace(batch, attention_metadata=batch.attention.prepare_metadata(batch))

@@ -22,13 +22,15 @@ class Selection:
 def select_runner(runners: Sequence[BaseRunner], batch: ScheduledBatch, eager: BaseRunner) -> Selection:
     """The first runner whose miss reason is None, else eager.
 
-    A runner that does not take this kind of step says MODE; the reason reported is that of the one that does.
+    A runner that does not take this kind of step says MODE, and a phase without graphs says OFF; the reason reported
+    is that of the runner meant for the step.
     """
     miss, missed_by = GraphMiss(GraphMissReason.OFF), ""
     for runner in runners:
         reason = runner.graph_miss_reason(batch)
         if reason is None:
             return Selection(runner, None)
-        if reason.reason is not GraphMissReason.MODE:
+        is_meant = reason.reason not in (GraphMissReason.MODE, GraphMissReason.OFF)
+        if is_meant or (reason.reason is GraphMissReason.OFF and not missed_by):
             miss, missed_by = reason, runner.name
     return Selection(eager, miss, missed_by)

@@ -5,6 +5,7 @@ docs/padding.md is this table in words; a test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.runner.staging import StagingBlock, aligned
 
 
 class Axis(Enum):
@@ -20,6 +22,7 @@ class Axis(Enum):
     TOKEN = "token"
     REQUEST = "request"
     REQUEST_PLUS_ONE = "request + 1"
+    DRAFT = "request x draft"
 
 
 class Pad(Enum):
@@ -40,11 +43,13 @@ class BufferSpec:
     why_pad_is_safe: str
 
 
-LOADED_BUFFERS: tuple[BufferSpec, ...] = (
+_REQUEST_ROWS = BufferSpec("request_rows", torch.int32, Axis.REQUEST, 0, "the dummy row: all its pages are page 0")
+
+TOKEN_BUFFERS: tuple[BufferSpec, ...] = (
     BufferSpec("input_ids", torch.int32, Axis.TOKEN, 0, "a valid id; the token's output is cut off"),
     BufferSpec("positions", torch.int64, Axis.TOKEN, 0, "a valid rope index; the token's output is cut off"),
-    BufferSpec("token_rows", torch.int32, Axis.TOKEN, 0, "the dummy row: its KV goes to the dummy page"),
-    BufferSpec("request_rows", torch.int32, Axis.REQUEST, 0, "the dummy row: every column is the dummy page"),
+    BufferSpec("token_rows", torch.int32, Axis.TOKEN, 0, "the dummy row: the token's KV goes to page 0"),
+    _REQUEST_ROWS,
     BufferSpec(
         "seq_lens",
         torch.int32,
@@ -61,76 +66,114 @@ LOADED_BUFFERS: tuple[BufferSpec, ...] = (
     ),
     BufferSpec("logits_indices", torch.int64, Axis.REQUEST, 0, "a valid token; the row's logits are cut off"),
 )
+"""Loaded for prefill, mixed and eager steps."""
+
+UNIFORM_BUFFERS: tuple[BufferSpec, ...] = (
+    _REQUEST_ROWS,
+    BufferSpec("draft_tokens", torch.int32, Axis.DRAFT, 0, "a valid id; the row's output is cut off"),
+)
+"""Loaded for decode and verify steps; everything else is derived from the request table on the device."""
+
+Columns = Mapping[str, np.ndarray]
 
 
 class StaticBuffers:
-    """The buffers of one runner, at fixed addresses.
+    """The buffers of one runner, at fixed addresses in one block: a load is one copy.
 
     Args:
         max_tokens, max_reqs: the largest padded shape.
         device: where they live.
         attention_pad_len: what `seq_lens` holds for padding rows.
+        specs: which buffers.
+        num_drafts: draft tokens a request.
+
+    Attributes:
+        tensors: by name, at full length, device.
     """
 
-    def __init__(self, max_tokens: int, max_reqs: int, device: torch.device, attention_pad_len: int) -> None:
-        lengths = {Axis.TOKEN: max_tokens, Axis.REQUEST: max_reqs, Axis.REQUEST_PLUS_ONE: max_reqs + 1}
-        self.tensors = {
-            spec.name: torch.zeros(lengths[spec.axis], dtype=spec.dtype, device=device) for spec in LOADED_BUFFERS
-        }
+    def __init__(
+        self,
+        max_tokens: int,
+        max_reqs: int,
+        device: torch.device,
+        attention_pad_len: int,
+        *,
+        specs: Sequence[BufferSpec] = TOKEN_BUFFERS,
+        num_drafts: int = 0,
+    ) -> None:
+        self.max_tokens, self.max_reqs = max_tokens, max_reqs
+        self._specs = tuple(spec for spec in specs if spec.axis is not Axis.DRAFT or num_drafts)
         self._attention_pad_len = attention_pad_len
-        self._device = device
+        self._num_drafts = num_drafts
+        self._places: dict[str, slice] = {}
+        end = 0
+        for spec in self._specs:
+            size = self._length(spec.axis, max_tokens, max_reqs) * spec.dtype.itemsize
+            self._places[spec.name] = slice(end, end + size)
+            end += aligned(size)
+        self._staging = StagingBlock(end, device)
+        self.tensors = {s.name: self._staging.block[self._places[s.name]].view(s.dtype) for s in self._specs}
 
     def view(self, name: str, num_tokens: int, num_reqs: int) -> torch.Tensor:
         """The part of a buffer that a padded shape uses."""
-        return self.tensors[name][: _length(_SPEC[name].axis, num_tokens, num_reqs)]
+        return self.tensors[name][: self._length(_SPEC[name].axis, num_tokens, num_reqs)]
 
-    def load(self, batch: ScheduledBatch, num_tokens: int, num_reqs: int) -> None:
-        """Fill every buffer for `batch`, padded to (num_tokens, num_reqs). Sync: none on the device."""
-        real = host_columns(batch)
-        for spec in LOADED_BUFFERS:
-            values = real[spec.name]
-            padded = np.full(_length(spec.axis, num_tokens, num_reqs), self._pad(spec, batch), dtype=values.dtype)
-            padded[: len(values)] = values
-            self.view(spec.name, num_tokens, num_reqs).copy_(torch.from_numpy(padded))
+    def load(self, columns: Columns, num_real_tokens: int, num_tokens: int, num_reqs: int) -> None:
+        """Fill every buffer up to the padded shape (num_tokens, num_reqs). Sync: none.
+
+        Args:
+            columns: the real values, by buffer name; a buffer without an entry is all padding.
+        """
+        host = self._staging.begin()
+        for spec in self._specs:
+            values = columns.get(spec.name, _NOTHING)
+            target = host[self._places[spec.name]].view(_NUMPY[spec.dtype])
+            target[: len(values)] = values
+            target[len(values) : self._length(spec.axis, num_tokens, num_reqs)] = self._pad(spec, num_real_tokens)
+        self._staging.send()
 
     def poison(self, value: int) -> None:
         """Overwrite everything: what a load does not write shows."""
         for tensor in self.tensors.values():
             tensor.fill_(value)
 
-    def _pad(self, spec: BufferSpec, batch: ScheduledBatch) -> int:
+    def _pad(self, spec: BufferSpec, num_real_tokens: int) -> int:
         if spec.pad is Pad.REAL_TOKEN_COUNT:
-            return batch.num_tokens
+            return num_real_tokens
         if spec.pad is Pad.ATTENTION_PAD_LENGTH:
             return self._attention_pad_len
         assert isinstance(spec.pad, int)
         return spec.pad
 
+    def _length(self, axis: Axis, num_tokens: int, num_reqs: int) -> int:
+        if axis is Axis.TOKEN:
+            return num_tokens
+        if axis is Axis.DRAFT:
+            return num_reqs * self._num_drafts
+        return num_reqs if axis is Axis.REQUEST else num_reqs + 1
 
-_SPEC = {spec.name: spec for spec in LOADED_BUFFERS}
+
+_SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *UNIFORM_BUFFERS)}
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+_NOTHING = np.zeros(0, np.int64)
 
 
-def host_columns(batch: ScheduledBatch) -> dict[str, np.ndarray]:
-    """The real values of every loaded buffer, as the host batch has them."""
+def token_columns(batch: ScheduledBatch) -> Columns:
+    """The real values of `TOKEN_BUFFERS`, as the host batch has them."""
     cached = np.asarray(batch.cached_lens, np.int64)
     queries = np.asarray(batch.query_lens, np.int64)
+    rows = np.asarray(batch.rows, np.int32)
     ends = np.cumsum(queries)
-    starts = ends - queries
+    is_one_each = batch.num_tokens == batch.num_reqs
     # Position of token t of request i: cached_len[i] + (t - start[i]).
-    positions = np.arange(batch.num_tokens) + np.repeat(cached - starts, queries)
-    input_ids = batch.input_ids or (-1,) * batch.num_tokens
-    columns = {
-        "input_ids": np.asarray(input_ids),
+    positions = cached if is_one_each else np.arange(batch.num_tokens) + np.repeat(cached - ends + queries, queries)
+    return {
+        # An empty tuple says that every token is its row's last one.
+        "input_ids": np.asarray(batch.input_ids or (-1,) * batch.num_tokens, np.int32),
         "positions": positions,
-        "token_rows": np.repeat(np.asarray(batch.rows), queries),
-        "request_rows": np.asarray(batch.rows),
+        "token_rows": rows if is_one_each else np.repeat(rows, queries),
+        "request_rows": rows,
         "seq_lens": cached + queries,
         "query_start_loc": np.concatenate(([0], ends)),
         "logits_indices": ends - 1,
     }
-    return {name: values.astype(_NUMPY[_SPEC[name].dtype]) for name, values in columns.items()}
-
-
-def _length(axis: Axis, num_tokens: int, num_reqs: int) -> int:
-    return {Axis.TOKEN: num_tokens, Axis.REQUEST: num_reqs, Axis.REQUEST_PLUS_ONE: num_reqs + 1}[axis]

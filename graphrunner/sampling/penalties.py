@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties: token counts on the device, for the requests that need them."""
+"""Repetition, presence and frequency penalties: token counts, on the device, for the requests that need them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Pure tensor functions that turn logits into tokens: no state, no sync, no branch on data.
 
-Order: temperature, top-k, top-p (over what top-k left), min-p, noise, argmax. A row whose temperature is under
-`GREEDY_BELOW` takes the argmax of its raw logits. Among equal logits the lowest token id comes first, everywhere.
-NaN counts as minus infinity; a row without one finite logit yields token 0. Every row is computed on its own and all
-sums are of integers, so a row's token does not depend on the rows beside it.
+Order: temperature, top-k, top-p (over what top-k left), min-p, noise, argmax. A filter is a smallest logit that is
+kept; tokens that tie with it are kept too. A row with temperature 0 takes the argmax of its raw logits, the lowest
+token id among equals. NaN counts as minus infinity; a row without one finite logit yields token 0. Every row is
+computed on its own and probabilities are summed as integers, so a row's token does not depend on the rows beside it.
+Same tokens: pick_on_host.py (CPU), kernels/triton/sample.py (CUDA).
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from graphrunner.kernels.noise import gumbel_noise
 
-GREEDY_BELOW = 1e-5
 LOGIT_LIMIT = 1e30
-_WEIGHT_SCALE = 2.0**32
+WEIGHT_SCALE = 2.0**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,68 +25,70 @@ class RowParams:
     """What random sampling needs, one entry a row, device.
 
     Attributes:
-        temperature, top_p, min_p: fp32 [R].
+        temperature: fp32 [R]; 0 is greedy.
+        top_p, min_p: fp32 [R]; 1 and 0 keep all.
         top_k: int32 [R]; 0 keeps all.
         seeds: int64 [R].
         positions: int32 or int64 [R]; index of the token being sampled.
     """
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
 
 
-def finite_logits(logits: torch.Tensor) -> torch.Tensor:
+def finite_logits(logits: Tensor) -> Tensor:
     """fp32 logits without NaN or plus infinity; minus infinity stays. Shape as given."""
     return torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=LOGIT_LIMIT, neginf=-torch.inf)
 
 
-def pick_greedy(logits: torch.Tensor) -> torch.Tensor:
+def pick_greedy(logits: Tensor) -> Tensor:
     """int32 [R]: the likeliest token of each row of [R, V], the lowest id among equals."""
     return finite_logits(logits).argmax(dim=-1).to(torch.int32)
 
 
-def pick_random(logits: torch.Tensor, params: RowParams, *, has_filters: bool = True) -> torch.Tensor:
+def pick_random(logits: Tensor, params: RowParams) -> Tensor:
     """One token a row.
 
     Args:
         logits: any float dtype [R, V], device.
         params: greedy rows included.
-        has_filters: False promises that no row uses top-k or top-p, which saves the sort.
 
     Returns:
         int32 [R], device.
     """
     logits = finite_logits(logits)
-    is_greedy = (params.temperature < GREEDY_BELOW)[:, None]
-    scaled = logits / torch.where(is_greedy, 1.0, params.temperature[:, None])
-    top = scaled.amax(dim=-1, keepdim=True).clamp(min=-LOGIT_LIMIT)
-    keep = torch.exp(scaled - top) >= params.min_p[:, None]
-    if has_filters:
-        keep = keep & _kept_by_top_k_top_p(scaled, top, params.top_k, params.top_p)
+    is_greedy = (params.temperature <= 0)[:, None]
+    inverse = 1.0 / torch.where(is_greedy, 1.0, params.temperature[:, None])
+    keep = logits >= filter_thresholds(logits, inverse, params)
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
-    noisy = scaled + gumbel_noise(params.seeds, params.positions, token_ids)
+    noisy = logits * inverse + gumbel_noise(params.seeds, params.positions, token_ids)
     score = torch.where(is_greedy, logits, torch.where(keep, noisy, -torch.inf))
     return score.argmax(dim=-1).to(torch.int32)
 
 
-def _kept_by_top_k_top_p(
-    scaled: torch.Tensor, top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """bool [R, V]. The likeliest token is always kept.
+def filter_thresholds(logits: Tensor, inverse_temperature: Tensor, params: RowParams) -> Tensor:
+    """The smallest logit that top-k, top-p and min-p keep in each row.
 
-    Probabilities are summed as integers (2**32 for the likeliest token), because a float sum would depend on how a
-    device splits it.
+    Args:
+        logits: fp32 [R, V], finite or minus infinity.
+        inverse_temperature: fp32 [R, 1].
+
+    Returns:
+        fp32 [R, 1]; never above the row's largest logit.
     """
-    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    is_kept = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
-    weights = (torch.exp(ordered - top) * _WEIGHT_SCALE).to(torch.int64) * is_kept
+    ordered = torch.sort(logits, dim=-1, descending=True).values
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    top_k, top_p = params.top_k[:, None], params.top_p[:, None]
+    top = ordered[:, :1].clamp(min=-LOGIT_LIMIT)
+    is_kept = (rank < top_k) | (top_k <= 0)
+    shares = torch.exp((ordered - top) * inverse_temperature)
+    weights = (shares * WEIGHT_SCALE).to(torch.int64) * is_kept
     before = weights.cumsum(dim=-1) - weights
-    budget = top_p.double()[:, None] * weights.sum(dim=-1, keepdim=True).double()
-    is_kept = is_kept & ((before.double() < budget) | (top_p[:, None] >= 1.0))
-    is_kept = is_kept | (rank == 0)
-    return torch.zeros_like(is_kept).scatter(1, order, is_kept)
+    budget = top_p.double() * weights.sum(dim=-1, keepdim=True).double()
+    is_kept = is_kept & ((before.double() < budget) | (top_p >= 1.0)) & (shares >= params.min_p[:, None])
+    num_kept = is_kept.sum(dim=-1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, num_kept - 1)

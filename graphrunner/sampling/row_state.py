@@ -1,4 +1,4 @@
-"""What a row needs beyond its device parameters: earlier tokens, biases, logprobs. Most rows need nothing."""
+"""What a row needs beyond its device parameters: biases, held-back stops, logprobs, a grammar. Most need nothing."""
 
 from __future__ import annotations
 
@@ -9,93 +9,66 @@ from torch import Tensor
 
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.scheduled_batch import RowInit
+from graphrunner.sampling.rows import to_device
+from graphrunner.sampling.sampled_tokens import SampledTokens
+from graphrunner.sampling.structured_output import GrammarCursor
 
 
 @dataclass(slots=True)
 class RowState:
-    """State of one request.
+    """Host record of one request; its tensors are on the device.
 
     Attributes:
-        is_in_prompt: bool [V], device. Only with penalties; else None.
-        counts: float32 [V], device; how often each token was generated. Only with penalties; else None.
-        bias: float32 [V], device; logit_bias. None without one.
-        stop_ids: what min_tokens holds back.
-        num_outputs: tokens generated so far.
+        prompt: token ids.
+        bias_ids, bias_values: int64 and fp32 [n]; logit_bias. None without one.
+        stop_ids: int64 [n]; what min_tokens holds back. None without it.
+        grammar: where the request stands in its grammar. None without one.
+        awaited: the step (and the place in it) that sampled the token the grammar has not seen yet.
     """
 
     params: SamplingParams
     prompt: tuple[int, ...]
-    num_outputs: int
-    stop_ids: Tensor | None
-    is_in_prompt: Tensor | None
-    counts: Tensor | None
-    bias: Tensor | None
+    bias_ids: Tensor | None = None
+    bias_values: Tensor | None = None
+    stop_ids: Tensor | None = None
+    grammar: GrammarCursor | None = None
+    awaited: tuple[SampledTokens, int] | None = None
 
     @classmethod
-    def of(cls, init: RowInit, vocab_size: int, device: torch.device, eos_token_ids: frozenset[int]) -> RowState | None:
-        """The state a request needs; None when its device parameters say it all."""
+    def of(
+        cls, init: RowInit, device: torch.device, eos_token_ids: frozenset[int], grammar: GrammarCursor | None = None
+    ) -> RowState | None:
+        """The state a request needs; None when its device parameters say it all. Sync: none."""
         params = init.sampling_params
         has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        if not (params.has_penalties or params.logit_bias or params.min_tokens or has_logprobs):
+        if not (params.logit_bias or params.min_tokens or has_logprobs or grammar):
             return None
-        is_in_prompt = counts = bias = stop_ids = None
-        if params.has_penalties:
-            is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            is_in_prompt[list(init.prompt_token_ids)] = True
-            counts = torch.zeros(vocab_size, device=device)
-            for token_id in init.output_token_ids:
-                counts[token_id] += 1
+        state = cls(params, init.prompt_token_ids, grammar=grammar)
         if params.logit_bias:
-            bias = torch.zeros(vocab_size, device=device)
-            bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), device=device)
-        if params.min_tokens:
-            held = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
-            stop_ids = torch.tensor(sorted(held), dtype=torch.int64, device=device)
-        return cls(params, init.prompt_token_ids, len(init.output_token_ids), stop_ids, is_in_prompt, counts, bias)
+            state.bias_ids = to_device(torch.tensor(list(params.logit_bias), dtype=torch.int64), device)
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            state.bias_values = to_device(values, device)
+        held = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
+        if params.min_tokens and held:
+            state.stop_ids = to_device(torch.tensor(sorted(held), dtype=torch.int64), device)
+        return state
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens each output reports; None for no report."""
-        return self.params.logprobs
+    def adjust(self, logits: Tensor, seq_len: int) -> None:
+        """Add the bias and forbid stops that come too early, in place.
 
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """The same for prompt tokens."""
-        return self.params.prompt_logprobs
+        Args:
+            logits: fp32 [V], device.
+            seq_len: tokens of the sequence so far.
+        """
+        if self.bias_ids is not None and self.bias_values is not None:
+            logits.index_add_(0, self.bias_ids, self.bias_values)
+        if self.stop_ids is not None and seq_len - len(self.prompt) < self.params.min_tokens:
+            logits.index_fill_(0, self.stop_ids, -torch.inf)
 
-    def add_output(self, token_id: int) -> None:
-        """Count a generated token."""
-        self.num_outputs += 1
-        if self.counts is not None:
-            self.counts[token_id] += 1
-
-
-def apply_row_state(logits: Tensor, states: list[RowState | None]) -> Tensor:
-    """Logits with each row's bias, penalties and held-back stops in place.
-
-    Args:
-        logits: float32 [R, V]; not changed.
-
-    Returns:
-        float32 [R, V].
-    """
-    changed = logits.clone()
-    for row, state in enumerate(states):
-        if state is not None:
-            _apply(changed[row], state)
-    return changed
-
-
-def _apply(logits: Tensor, state: RowState) -> None:
-    """In place, one row [V]. Order: bias, repetition, frequency and presence, then what may not come yet."""
-    params = state.params
-    if state.bias is not None:
-        logits += state.bias
-    if state.counts is not None and state.is_in_prompt is not None:
-        is_generated = state.counts > 0
-        if params.repetition_penalty != 1.0:
-            penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-            logits.copy_(torch.where(is_generated | state.is_in_prompt, penalised, logits))
-        logits -= params.frequency_penalty * state.counts + params.presence_penalty * is_generated
-    if state.stop_ids is not None and state.num_outputs < params.min_tokens:
-        logits[state.stop_ids] = -torch.inf
+    def catch_up(self) -> GrammarCursor | None:
+        """The grammar, after every token sampled so far. Sync: waits for the step before, only with a grammar."""
+        if self.grammar is not None and self.awaited is not None:
+            tokens, place = self.awaited
+            self.grammar.advance(tokens.wait()[place])
+            self.awaited = None
+        return self.grammar

@@ -12,6 +12,7 @@ from graphrunner.sampling.pick import RowParams
 
 _FORMAT = struct.Struct("<qqffif")  # row, seed, temperature, top_p, top_k, min_p
 _RECORD_BYTES = 32
+GREEDY_BELOW = 1e-5
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -64,6 +65,8 @@ class SamplingRows:
 
 
 def _fields(init: RowInit) -> tuple[int, int, float, float, int, float]:
+    """What the device row holds. A temperature too small to divide by, and top-k 1, are greedy and stored as such."""
     params = init.sampling_params
     top_k = min(max(params.top_k, 0), (1 << 31) - 1)
-    return init.row, init.seed, params.temperature, params.top_p, top_k, params.min_p
+    is_greedy = params.temperature < GREEDY_BELOW or top_k == 1
+    return init.row, init.seed, 0.0 if is_greedy else params.temperature, params.top_p, top_k, params.min_p

@@ -1,4 +1,8 @@
-"""Picks tokens: parameters live in device rows, noise is a pure function of (seed, position, token)."""
+"""Picks tokens: parameters live in device rows, noise is a pure function of (seed, position, token).
+
+The order of what changes logits: penalties, logit_bias, min_tokens, grammar; then `pick.py`. Logprobs are of the raw
+logits.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import ModelOutput, TokenLogprobs
-from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.sampling.logprobs import entries_of, score_tokens
-from graphrunner.sampling.pick import pick_greedy, pick_random
-from graphrunner.sampling.row_state import RowState, apply_row_state
-from graphrunner.sampling.rows import SamplingRows
-from graphrunner.sampling.sampled_tokens import SampledTokens
+from graphrunner.sampling.penalties import PenaltyState
+from graphrunner.sampling.pick import finite_logits, pick_greedy, pick_random
+from graphrunner.sampling.pick_on_host import pick_random_on_host
+from graphrunner.sampling.row_state import RowState
+from graphrunner.sampling.rows import SamplingRows, to_device
+from graphrunner.sampling.sampled_tokens import LazyEntries, SampledTokens
+from graphrunner.sampling.structured_output import (
+    GrammarCursor,
+    StructuredOutputCompiler,
+    allowed_mask,
+    forbid_others,
+)
 
 PromptEntries = tuple[int, tuple[TokenLogprobs, ...]]
 
@@ -26,27 +39,56 @@ class Sampler:
         vocab_size: of the model.
         num_rows: max_num_seqs + 1; row 0 is the dummy and greedy.
         device: where logits are.
+        structured: compiles grammars; None refuses requests that need one.
     """
 
-    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        num_rows: int,
+        device: torch.device | str,
+        structured: StructuredOutputCompiler | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.rows = SamplingRows(num_rows, device)
-        self._device = device
+        self._device = torch.device(device)
+        self._structured = structured
         self._states: dict[int, RowState] = {}
         self._random_rows: set[int] = set()
+        self._penalties = PenaltyState(vocab_size, self._device)
 
     def apply(self, batch: ScheduledBatch, eos_token_ids: frozenset[int] = frozenset()) -> None:
-        """Take in new rows. No work in a steady step."""
+        """Take in new and resumed rows. No work in a steady step. Sync: none.
+
+        Raises:
+            InvalidRequestError: a grammar that cannot be compiled; the door should have refused it.
+        """
         if not batch.row_inits:
             return
         self.rows.write(batch.row_inits)
         for init in batch.row_inits:
-            (self._random_rows.discard if init.sampling_params.is_greedy else self._random_rows.add)(init.row)
-            state = RowState.of(init, self.vocab_size, self._device, eos_token_ids)
-            if state is None:
-                self._states.pop(init.row, None)
-            else:
-                self._states[init.row] = state
+            self._start(init, eos_token_ids)
+
+    def _start(self, init: RowInit, eos_token_ids: frozenset[int]) -> None:
+        params = init.sampling_params
+        (self._random_rows.discard if params.is_greedy else self._random_rows.add)(init.row)
+        if params.has_penalties:
+            self._penalties.start(init)
+        else:
+            self._penalties.release(init.row)
+        state = RowState.of(init, self._device, eos_token_ids, self._cursor_of(init))
+        if state is None:
+            self._states.pop(init.row, None)
+        else:
+            self._states[init.row] = state
+
+    def _cursor_of(self, init: RowInit) -> GrammarCursor | None:
+        shape = init.sampling_params.structured_output
+        if shape is None:
+            return None
+        if self._structured is None:
+            raise InvalidRequestError("structured_output", shape, "the engine has no tokenizer to build grammars from")
+        return self._structured.cursor(shape, init.output_token_ids)
 
     def sample_in_graph(
         self, logits: Tensor, request_rows: Tensor, seq_lens: Tensor, variant: ForwardVariant
@@ -54,76 +96,136 @@ class Sampler:
         """Pick one token a row from device state alone.
 
         Args:
-            logits: float32 [R, V]; request_rows: int32 [R]; seq_lens: int32 [R].
+            logits: float [R, V]; request_rows: int32 [R]; seq_lens: int32 [R], the position of the new token.
 
         Returns:
             int32 [R]. In graph: yes. Sync: none.
         """
+        if logits.is_cuda:
+            return self._sample_on_cuda(logits, request_rows, seq_lens, variant)
         if variant is ForwardVariant.GREEDY:
             return pick_greedy(logits)
-        return pick_random(logits, self.rows.gather(request_rows, seq_lens))
+        params = self.rows.gather(request_rows, seq_lens)
+        if torch.compiler.is_compiling():
+            return pick_random(logits, params)
+        return pick_random_on_host(logits, params)
+
+    def _sample_on_cuda(
+        self, logits: Tensor, request_rows: Tensor, seq_lens: Tensor, variant: ForwardVariant
+    ) -> Tensor:
+        from graphrunner.kernels.triton import sample
+
+        logits = logits.contiguous()
+        if variant is ForwardVariant.GREEDY:
+            return sample.greedy_tokens(logits)
+        params = self.rows.gather(request_rows, seq_lens)
+        rows = sample.SamplingRows(params.temperature, params.top_k, params.top_p, params.min_p, params.seeds)
+        return sample.sample_tokens(logits, rows, seq_lens)
 
     def sample(self, output: ModelOutput, batch: ScheduledBatch) -> SampledTokens:
         """Tokens of the rows that sample, and the logprobs that were asked for.
 
-        Sync: only when some row has penalties or wants logprobs.
+        Sync: none, but a row with a grammar waits for its own token of the step before.
         """
         sampled = [index for index, samples in enumerate(batch.samples) if samples]
         if output.token_ids is not None:
             return SampledTokens(output.token_ids, sampled)
         assert output.logits is not None
-        logits = output.logits
-        prompts = self._prompt_logprobs(logits, batch) if batch.needs_all_logits else ()
-        if logits.shape[0] != batch.num_reqs:
-            logits = logits.index_select(0, self._indices(batch.query_lens).cumsum(0) - 1)
-        if len(sampled) != batch.num_reqs:
-            logits = logits.index_select(0, self._indices(sampled))
+        prompts = self._prompt_logprobs(output.logits, batch) if batch.needs_all_logits else ()
         if not sampled:
-            return SampledTokens(torch.zeros(0, dtype=torch.int32), None, (), prompts)
+            return SampledTokens(torch.zeros(0, dtype=torch.int32, device=self._device), None, (), prompts)
         rows = [batch.rows[index] for index in sampled]
-        states = [self._states.get(row) for row in rows]
-        shaped = apply_row_state(logits.float(), states) if any(states) else logits
+        lengths = [batch.cached_lens[index] + batch.query_lens[index] for index in sampled]
+        logits = self._picked_logits(output.logits, batch, sampled)
+        shaped = self._shaped(logits, rows, lengths)
         is_random = any(row in self._random_rows for row in rows)
-        lengths = self._indices([batch.cached_lens[index] + batch.query_lens[index] for index in sampled])
         variant = ForwardVariant.SAMPLE if is_random else ForwardVariant.GREEDY
-        token_ids = self.sample_in_graph(shaped, self._indices(rows), lengths, variant)
-        logprobs = self._after(batch, sampled, states, token_ids, logits) if any(states) else ()
-        return SampledTokens(token_ids, None, logprobs, prompts)
-
-    def _after(
-        self, batch: ScheduledBatch, sampled: list[int], states: list[RowState | None], token_ids: Tensor, raw: Tensor
-    ) -> tuple[TokenLogprobs | None, ...]:
-        """Let penalties know the tokens; logprobs by request, empty when nobody asked. Sync: yes."""
-        for state, token in zip(states, token_ids.tolist(), strict=True):
-            if state is not None:
-                state.add_output(token)
-        places = [p for p, state in enumerate(states) if state is not None and state.num_logprobs is not None]
-        if not places:
-            return ()
-        wanted = [state.num_logprobs or 0 for state in states if state is not None and state.num_logprobs is not None]
-        index = self._indices(places)
-        scored = score_tokens(raw.index_select(0, index), token_ids.index_select(0, index), max(wanted))
-        columns: list[TokenLogprobs | None] = [None] * batch.num_reqs
-        for place, entry in zip(places, entries_of(scored.start_copy().wait(), wanted), strict=True):
-            columns[sampled[place]] = entry
-        return tuple(columns)
-
-    def _prompt_logprobs(self, logits: Tensor, batch: ScheduledBatch) -> tuple[PromptEntries | None, ...]:
-        """Row i of a chunk scores the prompt token after it; the chunk's first scored position comes along."""
-        columns: list[PromptEntries | None] = []
-        start = 0
-        for row, cached_len, query_len in zip(batch.rows, batch.cached_lens, batch.query_lens, strict=True):
+        staged = self._indices([*rows, *lengths])
+        token_ids = self.sample_in_graph(shaped, staged[: len(rows)], staged[len(rows) :], variant)
+        self._count(rows, token_ids)
+        tokens = SampledTokens(token_ids, None, self._logprobs(batch, sampled, logits, token_ids), prompts)
+        for place, row in enumerate(rows):
             state = self._states.get(row)
-            num_top = state.num_prompt_logprobs if state is not None else None
+            if state is not None and state.grammar is not None:
+                state.awaited = (tokens, place)
+        return tokens
+
+    def _picked_logits(self, logits: Tensor, batch: ScheduledBatch, sampled: list[int]) -> Tensor:
+        """The sampled requests' rows of logits that came one a request, or one a token."""
+        if batch.needs_all_logits and logits.shape[0] == batch.num_tokens:
+            ends = torch.tensor(batch.query_lens).cumsum(0) - 1
+            return logits.index_select(0, to_device(ends[sampled], self._device))
+        if len(sampled) != batch.num_reqs:
+            return logits.index_select(0, self._indices(sampled))
+        return logits[: batch.num_reqs]
+
+    def _shaped(self, logits: Tensor, rows: list[int], lengths: list[int]) -> Tensor:
+        """Logits with penalties, biases, held-back stops and grammars in them; a new tensor where any applies."""
+        places = [(place, state) for place, row in enumerate(rows) if (state := self._states.get(row)) is not None]
+        adjusted = [(p, s) for p, s in places if s.bias_ids is not None or s.stop_ids is not None]
+        with_grammar = [(place, state.catch_up()) for place, state in places if state.grammar is not None]
+        penalized, slots = self._penalties.slots_of(rows)
+        if not (adjusted or with_grammar or penalized):
+            return logits
+        shaped = finite_logits(logits).clone()
+        if penalized:
+            self._penalties.apply(shaped, self._indices(penalized), self._indices(slots))
+        for place, state in adjusted:
+            state.adjust(shaped[place], lengths[place])
+        cursors = [cursor for _, cursor in with_grammar if cursor is not None]
+        if cursors:
+            mask = allowed_mask(cursors, self.vocab_size)
+            forbid_others(shaped, self._indices([place for place, _ in with_grammar]), mask)
+        return shaped
+
+    def _count(self, rows: list[int], token_ids: Tensor) -> None:
+        penalized, slots = self._penalties.slots_of(rows)
+        if penalized:
+            self._penalties.count(self._indices(slots), token_ids[self._indices(penalized)])
+
+    def _logprobs(
+        self, batch: ScheduledBatch, sampled: list[int], raw: Tensor, token_ids: Tensor
+    ) -> Sequence[TokenLogprobs | None]:
+        """By request of the batch; empty when nobody asked. The copy to the host is on its way when this returns."""
+        asked = [
+            (place, index, state.params.logprobs)
+            for place, index in enumerate(sampled)
+            if (state := self._states.get(batch.rows[index])) is not None and state.params.logprobs is not None
+        ]
+        if not asked:
+            return ()
+        wanted = [num_top for _, _, num_top in asked]
+        places = self._indices([place for place, _, _ in asked])
+        copy = score_tokens(raw.index_select(0, places), token_ids[places], max(wanted)).start_copy()
+
+        def make() -> list[TokenLogprobs | None]:
+            columns: list[TokenLogprobs | None] = [None] * batch.num_reqs
+            for (_, index, _), entry in zip(asked, entries_of(copy.wait(), wanted), strict=True):
+                columns[index] = entry
+            return columns
+
+        return LazyEntries(batch.num_reqs, make)
+
+    def _prompt_logprobs(self, logits: Tensor, batch: ScheduledBatch) -> Sequence[PromptEntries | None]:
+        """Row i of a chunk scores the prompt token after it; the chunk's first scored position comes along."""
+        copies = []
+        start = 0
+        for index, row in enumerate(batch.rows):
+            state, cached_len, query_len = self._states.get(row), batch.cached_lens[index], batch.query_lens[index]
+            num_top = state.params.prompt_logprobs if state is not None else None
             targets = state.prompt[cached_len + 1 : cached_len + query_len + 1] if state is not None else ()
-            if num_top is None or not targets:
-                columns.append(None)
-            else:
+            if num_top is not None and targets:
                 scored = score_tokens(logits[start : start + len(targets)], self._indices(targets), num_top)
-                entries = entries_of(scored.start_copy().wait(), [num_top] * len(targets))
-                columns.append((cached_len + 1, tuple(entries)))
+                copies.append((index, cached_len + 1, [num_top] * len(targets), scored.start_copy()))
             start += query_len
-        return tuple(columns)
+
+        def make() -> list[PromptEntries | None]:
+            columns: list[PromptEntries | None] = [None] * batch.num_reqs
+            for index, first, counts, copy in copies:
+                columns[index] = (first, tuple(entries_of(copy.wait(), counts)))
+            return columns
+
+        return LazyEntries(batch.num_reqs, make) if copies else ()
 
     def _indices(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(torch.tensor(values, dtype=torch.int64), self._device)

@@ -1,25 +1,29 @@
+"""docs/padding.md is the table in the code."""
+
 import re
 from pathlib import Path
 
-import torch
-
-from graphrunner.runner.static_buffers import LOADED_BUFFERS, Pad
+from graphrunner.runner.gather_rows import DERIVED_WHY_SAFE
+from graphrunner.runner.static_buffers import TOKEN_BUFFERS, UNIFORM_BUFFERS, BufferSpec, Pad
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "padding.md"
 
 
-def test_the_page_is_the_table() -> None:
-    rows = [tuple(cell.strip() for cell in line.strip("|\n").split("|")) for line in DOC.read_text().splitlines()
-            if re.match(r"\| \w+ \| int", line)]  # fmt: skip
-    code = [
-        (
-            spec.name,
-            str(spec.dtype).removeprefix("torch."),
-            spec.axis.value,
-            spec.pad.value if isinstance(spec.pad, Pad) else str(spec.pad),
-            spec.why_pad_is_safe,
-        )
-        for spec in LOADED_BUFFERS
-    ]
-    assert rows == code
-    assert all(spec.dtype in (torch.int32, torch.int64) for spec in LOADED_BUFFERS)
+def rows_under(title: str) -> list[tuple[str, ...]]:
+    section = DOC.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if re.match(r"\| \w+ \|", line) and "buffer" not in line[:9]]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+
+
+def row_of(spec: BufferSpec) -> tuple[str, ...]:
+    pad = spec.pad.value if isinstance(spec.pad, Pad) else str(spec.pad)
+    return (spec.name, str(spec.dtype).removeprefix("torch."), spec.axis.value, pad, spec.why_pad_is_safe)
+
+
+def test_loaded_buffers() -> None:
+    assert rows_under("Loaded for prefill, mixed and eager steps") == [row_of(spec) for spec in TOKEN_BUFFERS]
+    assert rows_under("Loaded for decode and verify steps") == [row_of(spec) for spec in UNIFORM_BUFFERS]
+
+
+def test_derived_buffers() -> None:
+    assert rows_under("Derived on the device, inside the recording") == list(DERIVED_WHY_SAFE.items())

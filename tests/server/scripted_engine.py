@@ -12,6 +12,7 @@ from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import CompletionOutput, Logprob, RequestOutput
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.output_processor import RequestOutputKind
+from graphrunner.tokenizer.stop import StopMatcher
 
 VOCAB_SIZE = 260
 EOS = 256
@@ -57,13 +58,14 @@ class _Live:
     params: SamplingParams
     limit: int
     num_done: int = 0
-    text: dict[int, str] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
+    matchers: dict[int, StopMatcher] = field(default_factory=dict)
 
 
 class FakeEngine:
     """Says `script` to every prompt, one byte a step, then the end token; stops and limits work.
 
-    A bias of +100 on a token makes it the only one. A prompt that starts with "slow" takes 20 ms a step.
+    A bias of +100 on a token makes it the only one. A prompt with "slow" in it takes 20 ms a step.
     """
 
     model_name = "/models/secret-place/fake-model"
@@ -81,6 +83,7 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.break_next_step = False
         self.is_closed = False
+        self.short_choices: set[int] = set()  # output indices that end after one token
 
     def add_request(
         self,
@@ -123,7 +126,7 @@ class FakeEngine:
     def step(self) -> list[RequestOutput]:
         if self.break_next_step:
             raise RuntimeError("the device is gone: /secret/path")
-        if any(bytes(live.prompt[-4:]) == b"slow" or bytes(live.prompt[:4]) == b"slow" for live in self.live.values()):
+        if any("slow" in self.tokenizer.decode(live.prompt) for live in self.live.values()):
             time.sleep(0.02)
         outputs = [self._advance(live) for live in list(self.live.values())]
         for output in outputs:
@@ -143,7 +146,7 @@ class FakeEngine:
             prompt=None,
             prompt_token_ids=live.prompt,
             outputs=choices,
-            finished=choices[0].finish_reason is not None,
+            finished=len(live.ended) == live.params.n,
             num_cached_tokens=len(live.prompt) - 1,
             prompt_logprobs=prompt_logprobs,
         )
@@ -160,20 +163,28 @@ class FakeEngine:
         return EOS if is_over else script[live.num_done]
 
     def _choice(self, live: _Live, index: int, token: int) -> CompletionOutput:
+        ended = live.ended.get(index)
+        if ended is not None:  # shown again, as the real engine does
+            return CompletionOutput(index=index, finish_reason=ended)
         text = "" if token >= 256 else chr(token)
-        before = live.text.get(index, "")
         reason: str | None = None
         stop_reason: int | str | None = None
-        if token == EOS and not live.params.ignore_eos:
+        if (token == EOS and not live.params.ignore_eos) or index in self.short_choices:
             reason = "stop"
         elif token in (live.params.stop_token_ids or ()):
-            reason, stop_reason = "stop", token
+            reason, stop_reason, text = "stop", token, ""
         elif live.num_done >= live.limit:
             reason = "length"
-        for stop in live.params.stop_strings:
-            if (before + text).endswith(stop) and live.num_done > live.params.min_tokens:
-                reason, stop_reason, text = "stop", stop, ""
-        live.text[index] = before + text
+        if live.params.stop_strings:
+            matcher = live.matchers.setdefault(index, StopMatcher(live.params.stop_strings, False))
+            found = matcher.append(text)
+            text = found.text
+            if found.stop is not None:
+                reason, stop_reason = "stop", found.stop
+            elif reason is not None:
+                text += matcher.finish()
+        if reason is not None:
+            live.ended[index] = reason
         logprobs = None if live.params.logprobs is None else [self._logprob(token, live.params.logprobs)]
         return CompletionOutput(
             index=index, text=text, token_ids=[token], logprobs=logprobs, finish_reason=reason, stop_reason=stop_reason

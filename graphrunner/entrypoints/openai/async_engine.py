@@ -22,7 +22,9 @@ from graphrunner.core.outputs import RequestOutput
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.output_processor import RequestOutputKind
 from graphrunner.entrypoints.openai.engine_client import Health, HealthState, Pooling, ServerTokenizer
+from graphrunner.telemetry.log import get_logger
 
+log = get_logger(__name__)
 STATS_INTERVAL_S = 0.1
 JOIN_TIMEOUT_S = 10.0
 
@@ -331,8 +333,8 @@ class AsyncEngine:
         except GraphRunnerError as error:
             self._post(self._die, str(error))
         except BaseException as error:  # whatever ended the thread, clients must hear of it
+            log.critical("the engine thread ended", exc_info=error)
             self._post(self._die, f"{type(error).__name__}: {error}")
-            raise
 
     def _serve(self, engine: SyncEngine) -> None:
         """Alternate commands and steps until told to stop."""

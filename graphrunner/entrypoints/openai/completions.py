@@ -28,7 +28,7 @@ class _Choice:
 
     index: int
     echo: EncodedPrompt | None  # the prompt, until it went out
-    text_len: int = 0
+    next_offset: int = 0  # where the next token starts, characters
     prompt_positions: Sequence[Position] = ()
 
 
@@ -85,9 +85,8 @@ async def create_completion(server: Server, request: Request) -> Response:
 
 
 async def _with_text(server: Server, prompt: EncodedPrompt) -> EncodedPrompt:
-    if prompt.text is not None:
-        return prompt
-    return EncodedPrompt(await server.encoder.decode(prompt.token_ids, "echo"), prompt.token_ids)
+    text = await server.encoder.decode(prompt.token_ids, "echo") if prompt.text is None else prompt.text
+    return EncodedPrompt(text, prompt.token_ids, await server.encoder.decode(prompt.token_ids[:1], "echo"))
 
 
 async def _chunks(generation: Generation, job: CompletionJob) -> AsyncGenerator[Completion, None]:
@@ -132,10 +131,11 @@ async def _pieces(generation: Generation, job: CompletionJob) -> AsyncGenerator[
             if not each.token_ids and each.finish_reason is None:
                 continue  # only prompt chunks so far
             choice = job.choices[prompt_index * job.num_outputs + each.index]
-            for piece in (_echoed(job, choice), _generated(job, choice, each)):
-                if piece is not None:
-                    choice.text_len += len(piece.text)
-                    yield piece
+            if choice.echo is not None:
+                yield _echoed(job, choice, choice.echo)
+            piece = _generated(job, choice, each)
+            if piece is not None:
+                yield piece
 
 
 def _keep_prompt_logprobs(job: CompletionJob, prompt_index: int, output: RequestOutput) -> None:
@@ -145,14 +145,13 @@ def _keep_prompt_logprobs(job: CompletionJob, prompt_index: int, output: Request
             choice.prompt_positions = output.prompt_logprobs
 
 
-def _echoed(job: CompletionJob, choice: _Choice) -> CompletionChoice | None:
-    if choice.echo is None:
-        return None
-    prompt, choice.echo = choice.echo, None
+def _echoed(job: CompletionJob, choice: _Choice, prompt: EncodedPrompt) -> CompletionChoice:
+    choice.echo = None
+    choice.next_offset = len(prompt.text or "")
     logprobs = None
     if job.body.logprobs is not None:
         positions = choice.prompt_positions or [None] * len(prompt.token_ids)
-        logprobs = completion_logprobs(prompt.token_ids, positions, job.body.logprobs, 0)
+        logprobs = completion_logprobs(prompt.token_ids, positions, job.body.logprobs, 0, prompt.first_text)
     return CompletionChoice(choice.index, prompt.text or "", logprobs)
 
 
@@ -161,7 +160,8 @@ def _generated(job: CompletionJob, choice: _Choice, output: CompletionOutput) ->
         return CompletionChoice(choice.index, "", None, "length") if output.finish_reason else None
     logprobs = None
     if job.body.logprobs is not None and output.token_ids:
-        logprobs = completion_logprobs(output.token_ids, output.logprobs or [], job.body.logprobs, choice.text_len)
+        logprobs = completion_logprobs(output.token_ids, output.logprobs or [], job.body.logprobs, choice.next_offset)
+        choice.next_offset += sum(map(len, logprobs.tokens))
     if not output.text and logprobs is None and output.finish_reason is None:
         return None
     return CompletionChoice(choice.index, output.text, logprobs, output.finish_reason)

@@ -30,13 +30,16 @@ def chat_logprobs(token_ids: Sequence[int], positions: Sequence[Position], num_t
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position], num_top: int, offset: int
+    token_ids: Sequence[int], positions: Sequence[Position], num_top: int, offset: int, first_text: str = ""
 ) -> CompletionLogprobs:
-    """Parallel lists; `offset` is where the first token starts in the text."""
+    """Parallel lists; `offset` is where the first token starts in the text.
+
+    A prompt's first token has no logprob, and its text comes as `first_text`.
+    """
     shaped = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = None if position is None else position.get(token_id)
-        token = "" if chosen is None else chosen.decoded_token or ""
+        token = first_text if chosen is None else chosen.decoded_token or ""
         shaped.tokens.append(token)
         shaped.token_logprobs.append(None if chosen is None else _finite(chosen.logprob))
         top = {each.decoded_token or "": _finite(each.logprob) for each in _top(position or {}, num_top)}

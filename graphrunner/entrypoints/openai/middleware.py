@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphrunner.entrypoints.openai.errors import ApiError, error_response
 from graphrunner.entrypoints.openai.front_metrics import FrontMetrics
+from graphrunner.telemetry.log import get_logger
 
 OPEN_PATHS = frozenset({"/health", "/"})
 """Answered without a key: what a probe asks for, and the page that asks for the key itself."""
-access_log = logging.getLogger("graphrunner.access")
+access_log = get_logger("graphrunner.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

@@ -21,10 +21,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """`text` is None when the prompt came as ids."""
+    """`text` is None when the prompt came as ids; `first_text`, its first token's, is filled in for an echo only."""
 
     text: str | None
     token_ids: Sequence[int]
+    first_text: str = ""
 
 
 class PromptEncoder:

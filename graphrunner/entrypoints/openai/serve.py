@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -17,8 +16,9 @@ from graphrunner.entrypoints.openai.async_engine import AsyncEngine
 from graphrunner.entrypoints.openai.engine_client import HealthState
 from graphrunner.entrypoints.openai.server import make_server
 from graphrunner.entrypoints.openai.server_options import ServerOptions
+from graphrunner.telemetry.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 ABORT_GRACE_S = 5  # for streams to hear that the server goes, before their connections are cut
 BACKLOG = 2048
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import TypeVar
@@ -14,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from graphrunner.core.errors import GraphRunnerError
 from graphrunner.entrypoints.openai.errors import ApiError, ErrorResponse, api_error_from
+from graphrunner.telemetry.log import get_logger
 
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 

@@ -1,0 +1,127 @@
+"""CUDA devices. Imported only where one is used."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from graphrunner.device.device import Device, DeviceGraph, DeviceKind, Fence, GraphFactory, Stream
+
+
+class _CudaFence(Fence):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        """See `Fence.record`."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """See `Fence.wait`."""
+        self._event.synchronize()
+
+
+class CudaGraph(DeviceGraph):
+    """One `torch.cuda.CUDAGraph` in a shared pool."""
+
+    def __init__(self, pool: tuple[int, int]) -> None:
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._pool = pool
+        self._num_nodes = 0
+        self._is_recording = False
+
+    def begin(self) -> None:
+        """See `DeviceGraph.begin`."""
+        self._graph.capture_begin(pool=self._pool)
+        self._is_recording = True
+
+    def end(self) -> None:
+        """See `DeviceGraph.end`."""
+        self._is_recording = False
+        self._graph.capture_end()
+        self._num_nodes = _count_nodes(self._graph.raw_cuda_graph())
+        self._graph.instantiate()
+
+    def replay(self) -> None:
+        """See `DeviceGraph.replay`."""
+        self._graph.replay()
+
+    def num_nodes(self) -> int:
+        """See `DeviceGraph.num_nodes`."""
+        return self._num_nodes
+
+    def release(self) -> None:
+        """See `DeviceGraph.release`. A recording that was broken off is ended first, or the stream stays in it."""
+        if self._is_recording:
+            self._is_recording = False
+            with suppress(RuntimeError):  # the recording is invalid already, and its cause is on its way up
+                self._graph.capture_end()
+        self._graph.reset()
+
+
+class CudaDevice(Device):
+    """See `Device`."""
+
+    kind = DeviceKind.CUDA
+    has_own_memory = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        # One stream for every recording, so that scratch memory of libraries is reserved once.
+        self._capture_stream = torch.cuda.Stream(torch_device)
+
+    def synchronize(self) -> None:
+        """See `Device.synchronize`."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`."""
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def total_bytes(self) -> int:
+        """See `Device.total_bytes`."""
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    def reserved_bytes(self) -> int:
+        """See `Device.reserved_bytes`."""
+        return torch.cuda.memory_reserved(self.torch_device)
+
+    def fence(self) -> Fence:
+        """See `Device.fence`."""
+        return _CudaFence()
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """Pinned: a copy from pageable memory would make the host wait for the device."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @contextmanager
+    def capture_scope(self, stream: Stream | None) -> Iterator[None]:
+        """See `Device.capture_scope`."""
+        inner = stream if isinstance(stream, torch.cuda.Stream) else self._capture_stream
+        outer = torch.cuda.current_stream(self.torch_device)
+        inner.wait_stream(outer)
+        try:
+            with torch.cuda.stream(inner):
+                yield
+        finally:
+            outer.wait_stream(inner)
+
+    def graph_pool(self) -> GraphFactory:
+        """See `Device.graph_pool`."""
+        pool = torch.cuda.graph_pool_handle()
+        return lambda: CudaGraph(pool)
+
+
+def _count_nodes(raw_graph: int) -> int:
+    """Nodes of a cudaGraph_t; 0 when the runtime library cannot be asked."""
+    major = (torch.version.cuda or "0").split(".")[0]
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{major}")
+        count = ctypes.c_size_t(0)
+        status = runtime.cudaGraphGetNodes(ctypes.c_void_p(raw_graph), None, ctypes.byref(count))
+    except (OSError, AttributeError):
+        return 0
+    return count.value if status == 0 else 0

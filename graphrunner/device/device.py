@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
+from typing import TypeAlias
 
 import torch
 
-Stream = torch.Stream
+Stream: TypeAlias = torch.Stream
 
 
 class DeviceKind(Enum):

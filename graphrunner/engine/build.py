@@ -13,13 +13,13 @@ from graphrunner.config.engine_config import CapturePolicy, EngineConfig, GraphB
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.device.registry import device_of
 from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.llm_engine import LLMEngine
 from graphrunner.engine.memory_plan import plan_num_pages
 from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.engine.output_processor import OutputProcessor
 from graphrunner.engine.step_forward import StepForward
-from graphrunner.device.registry import device_of
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.execution.recording import RecordingBackend
 from graphrunner.kvcache.page_allocator import PageAllocator

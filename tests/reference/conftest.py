@@ -3,9 +3,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_models import NATIVE, OTHERS, VOCAB_SIZE, save_tiny_model, transformers_greedy
-
-NUM_TOKENS = 64
+from tiny_models import NATIVE, NUM_TOKENS, OTHERS, VOCAB_SIZE, save_tiny_model, transformers_greedy
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import NUM_TOKENS
 from paged_driver import PagedDriver
-from tiny_models import OTHERS, TinyModel, save_tiny_model
+from tiny_models import NUM_TOKENS, OTHERS, TinyModel, save_tiny_model
 
 from graphrunner.attention.backend import GraphSupport
 from graphrunner.attention.cpu_attention import CpuAttention

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import NUM_TOKENS
 from paged_driver import PagedDriver
-from tiny_models import NATIVE
+from tiny_models import NATIVE, NUM_TOKENS
 
 from graphrunner.attention.cpu_attention import CpuAttention
 from graphrunner.attention.torch_attention import TorchAttention

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+NUM_TOKENS = 64
 VOCAB_SIZE = 97
 BASE = {
     "vocab_size": VOCAB_SIZE,

@@ -68,7 +68,7 @@ def test_a_token_the_target_rules_out_never_stands():
 
 def test_uniforms_are_uniform_and_of_their_seed():
     uniforms = acceptance_uniforms(torch.arange(2000), torch.arange(4).expand(2000, 4))
-    assert uniforms.shape == (2000, 4) and 0.0 <= float(uniforms.min()) and float(uniforms.max()) < 1.0
+    assert uniforms.shape == (2000, 4) and float(uniforms.min()) >= 0.0 and float(uniforms.max()) < 1.0
     assert chi_square((uniforms.flatten() * VOCAB).long(), torch.full((VOCAB,), 0.2)) < LIMIT
     again = acceptance_uniforms(torch.tensor([7]), torch.tensor([[2]]))
     assert float(again[0, 0]) == float(uniforms[7, 2])

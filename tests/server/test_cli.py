@@ -196,8 +196,7 @@ def test_bench_serve_measures_a_server(run: Any, tmp_path: Path) -> None:
         assert report["goodput_requests_per_s"] == pytest.approx(report["requests_per_s"])
         assert set(report["ttft_ms"]) == {"p50", "p90", "p99"} and report["itl_ms"]["p50"] >= 0
         rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,3,2"]
-        trace.write_text("
-".join([*rows, "2023-11-16 18:17:04.0799600,99,3"]))
+        trace.write_text("\n".join([*rows, "2023-11-16 18:17:04.0799600,99,3"]))
         replay = ["--trace", str(trace), "--max-len", "10", "--text-prompts", "--json", str(report_file)]
         result = run(*url, *replay)
         assert result.exit_code == 0, result.output

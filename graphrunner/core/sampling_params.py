@@ -1,7 +1,7 @@
 """What the user asked for, checked where it is made."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphrunner.core.errors import InvalidRequestError
@@ -10,6 +10,9 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 _SEED_LIMIT = 1 << 63
+_FLAGS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,21 +87,33 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
-        self._check_bias()
+        self._check_flags()
+        object.__setattr__(self, "logit_bias", self._checked_bias())
         object.__setattr__(self, "stop_strings", self._checked_stops())
         object.__setattr__(self, "stop_token_ids", self._checked_stop_ids())
 
-    def _check_bias(self) -> None:
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(name, getattr(self, name), "must be true or false")
+        shape = self.structured_output
+        if shape is not None and not isinstance(shape, StructuredOutput):
+            raise InvalidRequestError("structured_output", shape, "must be a StructuredOutput")
+        if shape is not None and self.min_tokens > 0:
+            raise InvalidRequestError("min_tokens", self.min_tokens, "structured_output says itself when the text ends")
+
+    def _checked_bias(self) -> Mapping[int, float] | None:
         if self.logit_bias is None:
-            return
+            return None
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError("logit_bias", self.logit_bias, "must map token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias", token_id, 0, 1 << 31)
             _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        return dict(self.logit_bias)
 
     def _checked_stops(self) -> tuple[str, ...]:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "strings")
         if len(stops) > MAX_STOP_STRINGS:
             raise InvalidRequestError("stop", f"{len(stops)} strings", f"at most {MAX_STOP_STRINGS} are allowed")
         for stop in stops:
@@ -109,9 +124,7 @@ class SamplingParams:
         return stops
 
     def _checked_stop_ids(self) -> tuple[int, ...]:
-        if isinstance(self.stop_token_ids, (str, bytes)):
-            raise InvalidRequestError("stop_token_ids", self.stop_token_ids, "must be a list of token ids")
-        ids = tuple(self.stop_token_ids or ())
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, "token ids")
         for token_id in ids:
             _check_int("stop_token_ids", token_id, 0, 1 << 31)
         return ids
@@ -159,11 +172,28 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(self, name) is not None]
+        names = ("json_schema", "regex", "grammar", "choice")
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            raise InvalidRequestError(
-                "structured_output", given, "set exactly one of json_schema, regex, grammar, choice"
-            )
+            raise InvalidRequestError("structured_output", given, f"set exactly one of {', '.join(names)}")
+        name, value = given[0], getattr(self, given[0])
+        if name != "choice":
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"structured_output.{name}", value, "must be text")
+            return
+        choices = () if isinstance(value, str) else _as_tuple("structured_output.choice", value, "strings")
+        if not choices or not all(isinstance(choice, str) for choice in choices):
+            raise InvalidRequestError("structured_output.choice", value, "must be a list of strings that is not empty")
+        object.__setattr__(self, "choice", choices)
+
+
+def _as_tuple(name: str, values: object, items: str) -> tuple:
+    """None, or a list of something, as a tuple."""
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Collection):
+        raise InvalidRequestError(name, values, f"must be a list of {items}")
+    return tuple(values)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -174,7 +204,10 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, low_is_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Too large an integer cannot become a float; the range below refuses it.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InvalidRequestError(name, value, "must be a finite number")
+    assert isinstance(value, (int, float))
     if value > high or value < low or (low_is_open and value == low):
         raise InvalidRequestError(name, value, f"must be {'above' if low_is_open else 'from'} {low:g} up to {high:g}")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from graphrunner.core.outputs import CompletionOutput, EngineOutput, Logprob, RequestOutput, TokenLogprobs
+from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.tokenizer.detokenizer import IncrementalDetokenizer
 from graphrunner.tokenizer.stop import StopMatcher
 from graphrunner.tokenizer.tokenizer import Tokenizer
 
-_SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
 _SEED_MASK = (1 << 62) - 1
 
 
@@ -39,6 +42,8 @@ class _Sequence:
     completion: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
     matcher: StopMatcher | None
+    min_tokens: int = 0
+    last_token_s: float = 0.0
     is_finished: bool = False
     num_sent_tokens: int = 0
     num_sent_chars: int = 0
@@ -61,9 +66,14 @@ class _State:
 
 
 class OutputProcessor:
-    """Holds the text side of every live request. Host only."""
+    """Holds the text side of every live request. Host only.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: told of first tokens, gaps and ends; None counts nothing.
+    """
+
+    def __init__(self, metrics: EngineMetrics | None = None) -> None:
+        self._metrics = metrics
         self._states: dict[str, _State] = {}
         self._parents: dict[str, tuple[_State, int]] = {}
 
@@ -72,7 +82,7 @@ class OutputProcessor:
         """The sequences of a request and their seeds: the first keeps the request's own."""
         if n == 1:
             return [(request_id, seed)]
-        return [(f"{request_id}#{k}", (seed + k * _SEED_MULTIPLIER) & _SEED_MASK if k else seed) for k in range(n)]
+        return [(f"{request_id}#{k}", _mixed_seed(_mixed_seed(seed) + k) if k else seed) for k in range(n)]
 
     def add_request(
         self,
@@ -89,6 +99,9 @@ class OutputProcessor:
         sequences = [_new_sequence(index, params, voice) for index in range(params.n)]
         state = _State(request_id, prompt, prompt_token_ids, params, kind, voice, sequences)
         state.num_unfinished = params.n
+        now_s = time.perf_counter()
+        for sequence in sequences:
+            sequence.last_token_s = now_s
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = [None] * len(prompt_token_ids)
         self._states[request_id] = state
@@ -116,10 +129,13 @@ class OutputProcessor:
             sequence = state.sequences[index]
             if sequence.is_finished:
                 continue
+            num_before = len(sequence.completion.token_ids)
             if self._take(state, sequence, output):
                 to_finish.append(output.request_id)
             if sequence.is_finished:
                 state.num_unfinished -= 1
+            if self._metrics is not None:
+                _measure(self._metrics, sequence, num_before, output, len(state.prompt_token_ids))
             touched[state.request_id] = state
         made = [self._output_of(state) for state in touched.values() if self._is_shown(state)]
         for state in touched.values():
@@ -136,7 +152,7 @@ class OutputProcessor:
         stopped_by: str | None = None
         for place, token_id in enumerate(output.new_token_ids):
             entry = output.logprobs[place] if output.logprobs else None
-            stopped_by = _add_token(sequence, token_id, entry, state.tokenizer, _is_silent(output, place))
+            stopped_by = _add_token(sequence, token_id, entry, state.tokenizer, _is_silent(output, place, state.params))
             if stopped_by is not None:
                 break
         if stopped_by is not None:
@@ -157,8 +173,8 @@ class OutputProcessor:
 
     @staticmethod
     def _output_of(state: _State) -> RequestOutput:
-        is_delta = state.kind is RequestOutputKind.DELTA
-        completions = [_delta(sequence) if is_delta else sequence.completion for sequence in state.sequences]
+        made = _delta if state.kind is RequestOutputKind.DELTA else _snapshot
+        completions = [made(sequence) for sequence in state.sequences]
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
@@ -184,13 +200,13 @@ def _new_sequence(index: int, params: SamplingParams, tokenizer: Tokenizer | Non
     matcher = None
     if params.stop_strings:
         matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
-    return _Sequence(completion, detokenizer, matcher)
+    return _Sequence(completion, detokenizer, matcher, params.min_tokens)
 
 
-def _is_silent(output: EngineOutput, place: int) -> bool:
+def _is_silent(output: EngineOutput, place: int, params: SamplingParams) -> bool:
     """Whether this token is the end or stop token that finished the request: it is counted but not spelled."""
     is_last = place == len(output.new_token_ids) - 1
-    return is_last and isinstance(output.stop_reason, int) and output.new_token_ids[place] == output.stop_reason
+    return is_last and output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
 
 
 def _add_token(
@@ -205,7 +221,7 @@ def _add_token(
     if sequence.detokenizer is None or is_silent:
         return None
     text = sequence.detokenizer.append([token_id])
-    if sequence.matcher is None:
+    if sequence.matcher is None or len(completion.token_ids) < sequence.min_tokens:
         completion.text += text
         return None
     found = sequence.matcher.append(text)
@@ -226,6 +242,13 @@ def _flush(sequence: _Sequence) -> None:
         else:
             text += sequence.matcher.finish()
     sequence.completion.text += text
+
+
+def _snapshot(sequence: _Sequence) -> CompletionOutput:
+    """All of a completion so far, in lists of its own."""
+    whole = sequence.completion
+    logprobs = None if whole.logprobs is None else list(whole.logprobs)
+    return replace(whole, token_ids=list(whole.token_ids), logprobs=logprobs)
 
 
 def _delta(sequence: _Sequence) -> CompletionOutput:
@@ -252,3 +275,28 @@ def _named(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logpr
         token_id: Logprob(logprob, rank, tokenizer.decode([token_id]) if tokenizer else None)
         for token_id, logprob, rank in [*chosen, *(item for item in ranked if item[0] != entry.token_id)]
     }
+
+
+def _mixed_seed(seed: int) -> int:
+    """A seed that has nothing to do with its neighbours. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
+    mixed = (seed + 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (mixed ^ (mixed >> 31)) & _SEED_MASK
+
+
+def _measure(
+    metrics: EngineMetrics, sequence: _Sequence, num_before: int, output: EngineOutput, num_prompt_tokens: int
+) -> None:
+    """Tell the metrics what an output meant for its sequence."""
+    num_new = len(sequence.completion.token_ids) - num_before
+    if num_new:
+        now_s = time.perf_counter()
+        gap_s, sequence.last_token_s = now_s - sequence.last_token_s, now_s
+        if num_before == 0:
+            metrics.add_first_token(gap_s, num_prompt_tokens, output.num_cached_tokens)
+            metrics.add_tokens(num_new, None)
+        else:
+            metrics.add_tokens(num_new, gap_s)
+    if sequence.is_finished:
+        metrics.add_finished(sequence.completion.finish_reason or "")

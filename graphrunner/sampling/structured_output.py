@@ -113,9 +113,9 @@ class StructuredOutputCompiler:
             return compiler.compile_regex(shape.regex)
         if shape.grammar is not None:
             return compiler.compile_grammar(shape.grammar)
-        if not shape.choice:
-            raise ValueError("no choice is given")
-        return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(text) for text in shape.choice))
+        return compiler.compile_grammar(
+            "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in shape.choice or ())
+        )
 
     def _compiler_of_vocabulary(self) -> xgrammar.GrammarCompiler:
         if self._compiler is None:

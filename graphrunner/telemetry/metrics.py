@@ -26,6 +26,25 @@ class EngineMetrics:
         )
         self._tokens = Counter("graphrunner_tokens", "Tokens computed", registry=registry)
         self._padding = Counter("graphrunner_padding_tokens", "Tokens computed for nobody", registry=registry)
+        self._first_token_s = Histogram(
+            "graphrunner_time_to_first_token_seconds",
+            "From admission to the first token",
+            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+            registry=registry,
+        )
+        self._gap_s = Histogram(
+            "graphrunner_inter_token_seconds",
+            "Between two tokens of a request",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
+            registry=registry,
+        )
+        self._output_tokens = Counter("graphrunner_output_tokens", "Tokens generated", registry=registry)
+        self._prompt_tokens = Counter("graphrunner_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._cached_tokens = Counter(
+            "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
+        )
+        self._finished = Counter("graphrunner_requests_finished", "Ended sequences", ["reason"], registry=registry)
+        self._preemptions = Counter("graphrunner_preemptions", "Requests that lost their pages", registry=registry)
         self._running = Gauge("graphrunner_requests_running", "Requests with pages", registry=registry)
         self._waiting = Gauge("graphrunner_requests_waiting", "Requests without pages", registry=registry)
         self._used_pages = Gauge("graphrunner_kv_pages_used", "KV pages of live requests", registry=registry)
@@ -40,6 +59,28 @@ class EngineMetrics:
         self._step_ms.labels(record.runner).observe(record.duration_ms)
         self._tokens.inc(record.num_tokens)
         self._padding.inc(record.num_padding_tokens)
+
+    def add_first_token(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Count a sequence whose first token came, `waited_s` after it was admitted."""
+        self._first_token_s.observe(waited_s)
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+
+    def add_tokens(self, num_tokens: int, gap_s: float | None) -> None:
+        """Count tokens handed out together, `gap_s` after the ones before; None for a sequence's first."""
+        self._output_tokens.inc(num_tokens)
+        if gap_s is not None:
+            # A step with speculation yields several tokens: each of them took its share.
+            for _ in range(num_tokens):
+                self._gap_s.observe(gap_s / num_tokens)
+
+    def add_finished(self, reason: str) -> None:
+        """Count an ended sequence: stop, length, abort or error."""
+        self._finished.labels(reason).inc()
+
+    def add_preemptions(self, count: int) -> None:
+        """Count requests that gave their pages back to be computed again later."""
+        self._preemptions.inc(count)
 
     def text(self, stats: EngineStats | None = None) -> bytes:
         """The exposition format, with the gauges of `stats`."""

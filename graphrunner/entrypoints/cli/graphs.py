@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graphrunner.entrypoints.cli.sampling_options import Model
+
 if TYPE_CHECKING:
     from graphrunner.runner.graph_account import GraphReport
 
+MIB = 1 << 20
+
 
 def graphs(
-    model: Annotated[str | None, typer.Option(help="Hub id, folder or GGUF file; none is the embedded model.")] = None,
-    num_requests: Annotated[int, typer.Option(help="Requests to run between the two tables.")] = 6,
+    model: Model = None,
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests to run between the two tables.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print both reports as JSON.")] = False,
     *,
     engine_options: dict[str, object],
 ) -> None:
-    """Print, per runner and key, what capture cost, how often it ran, its padding, and misses by reason."""
-    from graphrunner import LLM, SamplingParams
+    """Print what was captured, run some requests, print it again: capture time, memory, replays, padding, misses."""
+    from graphrunner.core.sampling_params import SamplingParams
+    from graphrunner.entrypoints.llm import LLM
 
     with LLM(model, **engine_options) as llm:
-        show("captured", llm.graph_report())
+        before = llm.graph_report()
         prompts = [{"prompt_token_ids": list(range(10, 18 + index))} for index in range(num_requests)]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=4 + index, ignore_eos=True) for index in range(num_requests)
-        ]
+        lens = [max(1, max_tokens - index) for index in range(num_requests)]  # so that the batch shrinks step by step
+        params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lens]
+        if not as_json:
+            show("captured", before)
         llm.generate(prompts, params, use_tqdm=False)
-        show(f"after {num_requests} requests", llm.graph_report())
+        after = llm.graph_report()
+    if as_json:
+        typer.echo(json.dumps({"captured": _as_dict(before), "after": _as_dict(after)}, indent=2))
+    else:
+        show(f"after {num_requests} requests", after)
 
 
 def show(title: str, report: GraphReport) -> None:
@@ -35,16 +48,43 @@ def show(title: str, report: GraphReport) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table("runner", "key", "capture ms", "MiB", "replays", "padding", title=title)
+    table = Table(
+        "runner", "key", "nodes", "capture ms", "MiB", "replays", "padding", title=title, title_justify="left"
+    )
     for row in report.keys:
-        mib = f"{row.stats.memory_bytes / (1 << 20):.1f}"
         share = f"{row.padding_share:.0%}" if row.num_replays else ""
-        table.add_row(row.runner, str(row.key), f"{row.stats.capture_ms:.1f}", mib, str(row.num_replays), share)
+        nodes = str(row.stats.num_nodes) if row.stats.num_nodes else ""
+        cost = f"{row.stats.capture_ms:.1f}{' (from cache)' if row.stats.is_cached else ''}"
+        mib = f"{row.stats.memory_bytes / MIB:.1f}"
+        table.add_row(row.runner, str(row.key), nodes, cost, mib, str(row.num_replays), share)
+    total_ms = sum(row.stats.capture_ms for row in report.keys)
+    total_mib = sum(row.stats.memory_bytes for row in report.keys) / MIB
+    num_replays = sum(row.num_replays for row in report.keys)
+    table.add_section()
+    table.add_row("all", f"{len(report.keys)} keys", "", f"{total_ms:.1f}", f"{total_mib:.1f}", str(num_replays), "")
     console.print(table)
     for runner, key, cause in report.failed:
-        console.print(f"not captured: {runner} {key}: {cause}")
+        console.print(f"not captured: {runner} {key}: {cause}", markup=False)
     if report.misses:
-        misses = Table("miss reason", "steps")
-        for reason, count in report.misses.items():
+        misses = Table("miss reason", "steps", title="steps without a graph", title_justify="left")
+        for reason, count in sorted(report.misses.items(), key=lambda item: -item[1]):
             misses.add_row(reason, str(count))
         console.print(misses)
+
+
+def _as_dict(report: GraphReport) -> dict[str, object]:
+    keys = [
+        {
+            "runner": row.runner,
+            "key": str(row.key),
+            "num_nodes": row.stats.num_nodes,
+            "capture_ms": row.stats.capture_ms,
+            "memory_bytes": row.stats.memory_bytes,
+            "is_cached": row.stats.is_cached,
+            "num_replays": row.num_replays,
+            "padding_share": row.padding_share,
+        }
+        for row in report.keys
+    ]
+    failed = [{"runner": runner, "key": str(key), "cause": cause} for runner, key, cause in report.failed]
+    return {"keys": keys, "failed": failed, "misses": report.misses, "num_eager_steps": report.num_eager_steps}

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import EngineDeadError, GraphRunnerError, InvalidRequestError
@@ -36,10 +36,7 @@ class MetricsSource(Protocol):
 
 
 class SyncEngine(Protocol):
-    """The engine as its thread drives it (`graphrunner.engine.llm_engine.LLMEngine`). Not thread-safe.
-
-    An engine without `embed` refuses embeddings.
-    """
+    """The engine as its thread drives it (`graphrunner.engine.llm_engine.LLMEngine`). Not thread-safe."""
 
     model_name: str
     max_model_len: int
@@ -63,8 +60,6 @@ class SyncEngine(Protocol):
 
     def abort_request(self, request_id: str) -> bool: ...
 
-    def embed(self, prompt_token_ids: Sequence[int], pooling: str) -> list[float]: ...
-
     def step(self) -> list[RequestOutput]: ...
 
     def has_unfinished_requests(self) -> bool: ...
@@ -72,6 +67,15 @@ class SyncEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class EmbeddingEngine(Protocol):
+    """What an engine has that also makes embeddings; without it they are refused."""
+
+    def embed(self, prompt_token_ids: Sequence[int], pooling: str) -> list[float]:
+        """The hidden states of a prompt, "mean" or "last"; runs a forward of its own, between two steps."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +397,7 @@ class AsyncEngine:
         if future.done():  # the client has gone
             return lambda: None
         try:
-            if not hasattr(engine, "embed"):
+            if not isinstance(engine, EmbeddingEngine):
                 raise InvalidRequestError("input", "", "this engine makes no embeddings")
             vector = engine.embed(command.token_ids, command.pooling.value)
         except InvalidRequestError as error:

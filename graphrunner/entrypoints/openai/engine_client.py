@@ -43,7 +43,8 @@ class Pooling(Enum):
 class ServerTokenizer(Protocol):
     """What the server needs of a tokenizer. Called on one thread at a time."""
 
-    eos_token_ids: Iterable[int]
+    @property
+    def eos_token_ids(self) -> Iterable[int]: ...
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import get_type_hints
 
 from graphrunner.core.errors import ConfigError
 
@@ -93,3 +95,19 @@ class ServerOptions:
             if not key or not key.isascii() or key != key.strip():
                 raise ConfigError(name, "(hidden)", "every key must be ASCII, not empty, without spaces around it")
         return keys
+
+
+def server_options_from(given: Mapping[str, object]) -> ServerOptions:
+    """Options by name, enums by value. Raises ConfigError."""
+    hints = get_type_hints(ServerOptions)
+    values = {name: _converted(name, value, hints[name]) for name, value in given.items()}
+    return ServerOptions(**values)  # type: ignore[arg-type]
+
+
+def _converted(name: str, value: object, kind: object) -> object:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ConfigError(name, value, f"must be one of {', '.join(item.value for item in kind)}") from None
+    return value

@@ -132,7 +132,6 @@ def test_next_step_may_be_launched_before_the_last_is_read(compiler):
         (StructuredOutput(regex="(a"), "regex"),
         (StructuredOutput(grammar="this is no grammar"), "grammar"),
         (StructuredOutput(grammar='start ::= "a"'), "grammar"),
-        (StructuredOutput(choice=()), "choice"),
     ],
     ids=lambda value: str(value)[:40],
 )

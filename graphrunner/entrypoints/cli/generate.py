@@ -1,0 +1,83 @@
+"""`graphrunner generate`: one prompt, streamed to the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.entrypoints.cli.sampling_options import (
+    MaxTokens,
+    MinP,
+    Model,
+    RepetitionPenalty,
+    SamplingSeed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+if TYPE_CHECKING:
+    from graphrunner.core.outputs import StepRecord
+
+
+def generate(
+    *,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    model: Model = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    sampling_seed: SamplingSeed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    stats: Annotated[bool, typer.Option(help="Say speed and graph coverage at the end, on stderr.")] = True,
+    trace: Annotated[Path | None, typer.Option(help="Write the steps as a Chrome / Perfetto trace.")] = None,
+    engine_options: dict[str, object],
+) -> None:
+    """Generate text for one prompt, streamed to the terminal."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=sampling_seed,
+        stop=stop or None,
+        ignore_eos=ignore_eos,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    from graphrunner.entrypoints.llm import LLM
+
+    with LLM(model, **engine_options) as llm:
+        given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
+        if not chat:
+            typer.echo(text, nl=False)
+        num_tokens = 0
+        start_s = time.perf_counter()
+        for output in llm.stream(given, params):
+            num_tokens += len(output.outputs[0].token_ids)
+            typer.echo(output.outputs[0].text, nl=False)
+        typer.echo()
+        if stats:
+            typer.echo(_summary(num_tokens, time.perf_counter() - start_s, llm.steps), err=True)
+        if trace is not None:
+            llm.engine.step_trace.write_chrome_trace(trace)
+
+
+def _summary(num_tokens: int, duration_s: float, steps: list[StepRecord]) -> str:
+    num_graph = sum(step.is_graph for step in steps)
+    coverage = num_graph / len(steps) if steps else 0.0
+    speed = num_tokens / duration_s if duration_s > 0 else 0.0
+    graphs = f"{coverage:.0%} of {len(steps)} steps ran a graph"
+    return f"[{num_tokens} tokens in {duration_s:.2f} s, {speed:.1f} tokens/s; {graphs}]"

@@ -1,0 +1,109 @@
+"""Logging, metrics and the step trace."""
+
+import io
+import json
+import logging
+
+import pytest
+
+from graphrunner.core.engine_stats import EngineStats
+from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
+from graphrunner.core.outputs import StepRecord
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
+from graphrunner.telemetry.log import get_logger, request_logging, setup_logging, warn_once
+from graphrunner.telemetry.metrics import EngineMetrics
+from graphrunner.telemetry.step_trace import StepTrace
+
+
+def record(step_id: int, *, miss: GraphMissReason | None = None, num_tokens: int = 3) -> StepRecord:
+    return StepRecord(
+        step_id=step_id,
+        mode=ForwardMode.DECODE,
+        runner="eager" if miss else "decode",
+        key=ShapeKey(num_tokens if miss else 4, num_tokens if miss else 4, ForwardVariant.GREEDY),
+        num_reqs=num_tokens,
+        num_tokens=num_tokens,
+        is_graph=miss is None,
+        miss_reason=GraphMiss(miss, 9, 8) if miss else None,
+        start_s=float(step_id),
+        duration_ms=2.0,
+    )
+
+
+def test_trace_keeps_the_last_and_counts_all():
+    trace = StepTrace(capacity=3)
+    for step_id in range(5):
+        trace.add(record(step_id))
+    trace.add(record(5, miss=GraphMissReason.NUM_REQS))
+    assert [kept.step_id for kept in trace.records] == [3, 4, 5]
+    assert trace.num_by_runner == {"decode": 5, "eager": 1}
+    assert trace.num_by_key == {("decode", "4t x 4r greedy"): 5}
+    assert trace.num_by_miss == {"NUM_REQS": 1}
+    assert (trace.num_tokens, trace.num_padding_tokens) == (18, 5)
+
+
+def test_trace_file_is_a_chrome_trace(tmp_path):
+    trace = StepTrace()
+    trace.add(record(0))
+    trace.add(record(1, miss=GraphMissReason.PADDING))
+    trace.write_chrome_trace(tmp_path / "steps.json")
+    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    steps = [event for event in events if event["ph"] == "X"]
+    assert [names[step["tid"]] for step in steps] == ["decode", "eager"]
+    assert all(isinstance(step["tid"], int) for step in steps)
+    assert (steps[0]["ts"], steps[1]["ts"], steps[0]["dur"]) == (0.0, 1e6, 2000.0)
+    assert steps[0]["args"]["key"] == "4t x 4r greedy" and steps[0]["args"]["padding"] == 1
+    assert steps[1]["args"]["miss"].startswith("PADDING") and steps[1]["args"]["graph"] is False
+
+
+def test_metrics_of_steps_and_gauges():
+    metrics, other = EngineMetrics(), EngineMetrics()
+    metrics.add_step(record(0))
+    metrics.add_step(record(1, miss=GraphMissReason.NUM_REQS))
+    metrics.add_preemptions(2)
+    text = metrics.text(EngineStats(num_running=3, num_waiting=4, num_used_pages=5, num_pages=6)).decode()
+    assert 'graphrunner_steps_total{key="4t x 4r greedy",miss="",runner="decode"} 1.0' in text
+    assert 'graphrunner_steps_total{key="exact",miss="NUM_REQS",runner="eager"} 1.0' in text
+    for line in ("padding_tokens_total 1.0", "preemptions_total 2.0", "requests_running 3.0", "kv_pages_used 5.0"):
+        assert f"graphrunner_{line}" in text
+    assert "graphrunner_preemptions_total 0.0" in other.text().decode(), "engines do not share counters"
+
+
+@pytest.fixture
+def logged():
+    """What the package logs, as text."""
+    root = logging.getLogger("graphrunner")
+    before = list(root.handlers), root.level, root.propagate
+    root.handlers = []
+    setup_logging("info")
+    stream = io.StringIO()
+    root.handlers[0].setStream(stream)  # type: ignore[attr-defined]
+    yield stream
+    root.handlers, root.level, root.propagate = before[0], before[1], before[2]
+    root.setLevel(before[1])
+
+
+def test_log_names_the_request(logged):
+    log = get_logger("graphrunner.test_telemetry")
+    with request_logging("q7"):
+        log.info("inside")
+    log.info("outside")
+    log.debug("not shown")
+    assert logged.getvalue() == (
+        "INFO graphrunner.test_telemetry [q7]: inside\nINFO graphrunner.test_telemetry: outside\n"
+    )
+
+
+def test_setup_twice_says_things_once_and_bad_levels_are_warnings(logged):
+    setup_logging("nonsense")
+    root = logging.getLogger("graphrunner")
+    assert root.level == logging.WARNING and [handler.name for handler in root.handlers].count("graphrunner") == 1
+
+
+def test_warn_once(logged):
+    log = get_logger("graphrunner.test_telemetry")
+    assert warn_once(log, "padding", "much padding")
+    assert not warn_once(log, "padding", "much padding")
+    assert warn_once(get_logger("graphrunner.test_other"), "padding", "much padding")
+    assert logged.getvalue().count("much padding") == 2

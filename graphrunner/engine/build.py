@@ -183,14 +183,15 @@ def _execution_backend(
     wanted: GraphBackend, device: torch.device, support: GraphSupport, needed: GraphSupport
 ) -> ExecutionBackend | None:
     """The backend of a phase; None when graphs are off or the attention cannot be recorded."""
-    if wanted is GraphBackend.AUTO:
+    is_auto = wanted is GraphBackend.AUTO
+    if is_auto:
         wanted = GraphBackend.FULL if device.type == "cuda" else GraphBackend.RECORDING
         if support < needed:
             return None
     if wanted is GraphBackend.OFF:
         return None
     if wanted is GraphBackend.RECORDING:
-        return RecordingBackend()
+        return RecordingBackend(has_warm_up=not is_auto)
     if wanted is GraphBackend.FULL and device.type == "cuda":
         from graphrunner.execution.full_cuda_graph import FullCudaGraphBackend
 

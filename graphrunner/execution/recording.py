@@ -20,7 +20,8 @@ class RecordingBackend(ExecutionBackend):
 
     name = "recording"
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_warm_up: bool = True) -> None:
+        self._has_warm_up = has_warm_up
         self._forwards: dict[ShapeKey, Forward] = {}
 
     def capture_session(self, stream: Stream | None = None) -> AbstractContextManager[None]:
@@ -28,11 +29,15 @@ class RecordingBackend(ExecutionBackend):
         return nullcontext()
 
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
-        """Call once, to hear of a failure now, and keep the closure."""
+        """Call once, to hear of a failure now, and keep the closure.
+
+        Without warm-up only the closure is kept: on a slow device the largest of many sizes would cost minutes.
+        """
         start_s = time.perf_counter()
         self._forwards.pop(key, None)
         try:
-            forward()
+            if self._has_warm_up:
+                forward()
         except Exception as cause:
             raise capture_error(key, cause) from cause
         if reset is not None:

@@ -10,6 +10,7 @@ import torch
 from graphrunner.attention.backend import AttentionBackend, GraphSupport
 from graphrunner.attention.registry import create_attention
 from graphrunner.config.engine_config import CapturePolicy, EngineConfig, GraphBackend, LoadConfig, SchedulerConfig
+from graphrunner.config.env import log_level
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
@@ -37,7 +38,9 @@ from graphrunner.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.sampling.sampler import Sampler
+from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.scheduler.scheduler import Scheduler
+from graphrunner.telemetry.log import setup_logging
 from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.telemetry.step_trace import StepTrace
 from graphrunner.tokenizer.gguf_tokenizer import tokenizer_from_gguf
@@ -58,6 +61,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     """
     if config.speculative:
         raise ConfigError("speculative_config", config.speculative, "speculative decoding is not available")
+    setup_logging(log_level())
     device = _device(config.load.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -71,7 +75,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     model = _load(config.load, source, model_config, device, limits.max_model_len)
     tokenizer = None if config.load.skip_tokenizer_init else _tokenizer(config.load, source)
     eos = frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
-    parts = _Parts(config, limits, model_config, model, device)
+    structured = _structured(tokenizer, model_config.vocab_size, eos)
+    parts = _Parts(config, limits, model_config, model, device, structured)
     model_runner, scheduler = parts.build(eos)
     trace, metrics = StepTrace(), EngineMetrics()
 
@@ -83,7 +88,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     return LLMEngine(
         core,
         tokenizer=tokenizer,
-        processor=OutputProcessor(),
+        processor=OutputProcessor(metrics),
+        structured=structured,
         step_trace=trace,
         metrics=metrics,
         max_model_len=limits.max_model_len,
@@ -103,6 +109,7 @@ class _Parts:
     model_config: ModelConfig
     model: LanguageModel
     device: torch.device
+    structured: StructuredOutputCompiler | None
 
     def build(self, eos: frozenset[int]) -> tuple[ModelRunner, Scheduler]:
         cache, limits = self.config.cache, self.limits
@@ -119,7 +126,7 @@ class _Parts:
         )  # fmt: skip
         num_rows = limits.max_num_seqs + 1
         table = RequestTable(num_rows, max_pages, self.device)
-        sampler = Sampler(self.model_config.vocab_size, num_rows, self.device)
+        sampler = Sampler(self.model_config.vocab_size, num_rows, self.device, self.structured)
         attention = create_attention(self.device)
         forward = StepForward(self.model, sampler)
         context = RunnerContext(
@@ -207,6 +214,18 @@ def _capture(runner: ModelRunner, device: torch.device) -> None:
     with Progress(transient=True, disable=not is_shown) as progress:
         task = progress.add_task("capturing", total=None)
         runner.capture(lambda name, done, total: progress.update(task, description=name, completed=done, total=total))
+
+
+def _structured(tokenizer: Tokenizer | None, vocab_size: int, eos: frozenset[int]) -> StructuredOutputCompiler | None:
+    """Compiles grammars; None without a tokenizer, whose spellings they are made of."""
+    if tokenizer is None:
+        return None
+
+    def vocabulary() -> list[bytes]:
+        special = tokenizer.special_ids
+        return [b"" if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+
+    return StructuredOutputCompiler(vocabulary, vocab_size, sorted(eos))
 
 
 def _device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.output_processor import OutputProcessor, RequestOutputKind
 
 if TYPE_CHECKING:
+    from graphrunner.sampling.structured_output import StructuredOutputCompiler
     from graphrunner.telemetry.metrics import EngineMetrics
     from graphrunner.telemetry.step_trace import StepTrace
     from graphrunner.tokenizer.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class LLMEngine:
         core: the loop's body.
         tokenizer: None when the engine was started without one.
         processor: makes `RequestOutput`s.
+        structured: compiles grammars; None when the engine has no tokenizer.
         step_trace, metrics: the account of steps.
         max_model_len: context limit, tokens.
         vocab_size: token ids go from 0 to vocab_size - 1.
@@ -49,6 +51,7 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None,
         processor: OutputProcessor,
+        structured: StructuredOutputCompiler | None,
         step_trace: StepTrace,
         metrics: EngineMetrics,
         max_model_len: int,
@@ -65,6 +68,7 @@ class LLMEngine:
         self.vocab_size = vocab_size
         self.model_name = model_name
         self._processor = processor
+        self._structured = structured
         self._eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
 
@@ -137,6 +141,8 @@ class LLMEngine:
     def close(self) -> None:
         """Give graphs and pages back. Idempotent."""
         self.core.model_runner.close()
+        if self._structured is not None:
+            self._structured.close()
 
     def encode_prompt(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """The prompt's text (None when it came as ids) and its token ids.
@@ -170,7 +176,9 @@ class LLMEngine:
             raise InvalidRequestError("prompt", f"{len(token_ids)} tokens", problem)
         params.check_vocab(self.vocab_size)
         if params.structured_output is not None:
-            raise InvalidRequestError("structured_output", params.structured_output, "is not available")
+            if self._structured is None:
+                raise InvalidRequestError("structured_output", params.structured_output, "the engine has no tokenizer")
+            self._structured.compile(params.structured_output).result()  # a bad grammar is refused here
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop", params.stop, "the engine has no tokenizer")
 

@@ -79,6 +79,8 @@ class FakeLLM:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("graphrunner.entrypoints.llm.LLM", FakeLLM)
+    # A handler on the runner's stderr would outlive it.
+    monkeypatch.setattr("graphrunner.entrypoints.cli.main.setup_logging", lambda level: None)
     monkeypatch.setenv("COLUMNS", "200")
     FakeLLM.made = []
 

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from graphrunner import __version__
+from graphrunner.config.env import log_level
 from graphrunner.core.errors import GraphRunnerError
 from graphrunner.entrypoints.cli.bench.commands import bench
 from graphrunner.entrypoints.cli.chat import chat
@@ -17,6 +18,7 @@ from graphrunner.entrypoints.cli.generate import generate
 from graphrunner.entrypoints.cli.graphs import graphs
 from graphrunner.entrypoints.cli.serve import serve
 from graphrunner.entrypoints.openai.server_options import ServerOptions
+from graphrunner.telemetry.log import setup_logging
 
 EXIT_OUR_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -60,6 +62,7 @@ def root(
     ] = False,
 ) -> None:
     """An LLM inference engine: generate, chat, serve; and a full account of which graph ran."""
+    setup_logging(log_level())
 
 
 app.command()(with_engine_options(generate))

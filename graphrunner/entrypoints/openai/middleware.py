@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import re
 import time
 import uuid
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphrunner.entrypoints.openai.errors import ApiError, error_response
 from graphrunner.entrypoints.openai.front_metrics import FrontMetrics
-from graphrunner.telemetry.log import get_logger
+from graphrunner.telemetry.log import get_logger, request_logging
 
 OPEN_PATHS = frozenset({"/health", "/"})
 """Answered without a key: what a probe asks for, and the page that asks for the key itself."""
@@ -47,15 +46,16 @@ class RequestContext:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            route = scope.get("route")
-            path = getattr(route, "path", "other")  # the pattern, so that odd paths do not fill the metrics
-            self._metrics.requests.labels(path, str(status)).inc()
-            if self._is_logged and access_log.isEnabledFor(logging.INFO):
-                duration_ms = (time.perf_counter() - start_s) * 1e3
-                access_log.info("%s %s %s %d %.1f ms", request_id, scope["method"], path, status, duration_ms)
+        with request_logging(request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                route = scope.get("route")
+                path = getattr(route, "path", "other")  # the pattern, so that odd paths do not fill the metrics
+                self._metrics.requests.labels(path, str(status)).inc()
+                if self._is_logged:
+                    duration_ms = (time.perf_counter() - start_s) * 1e3
+                    access_log.info("%s %s %d %.1f ms", scope["method"], path, status, duration_ms)
 
 
 class ApiKeys:

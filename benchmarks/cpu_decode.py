@@ -39,7 +39,8 @@ class Graphrunner:
         from graphrunner import LLM
 
         model = None if folder == "smollm2" else folder
-        base = {"max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32", "enable_prefix_caching": False}
+        base = {"max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32", "enable_prefix_caching": False,
+                "skip_tokenizer_init": True}  # fmt: skip
         self.llm = LLM(model, **(base | options))
 
     def generate(self, prompts: list[list[int]], num_new: int) -> None:
@@ -130,17 +131,18 @@ def load_transformers(folder: str):
     torch.set_num_threads(num_cores())
     if folder != "smollm2":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    from graphrunner.weights.checkpoint import open_checkpoint
-    from graphrunner.weights.source import resolve_source
+    from graphrunner.weights.checkpoint import iterate_weights
+    from graphrunner.weights.source import load_model_config, resolve_source
 
-    checkpoint = open_checkpoint(resolve_source(None))
+    source = resolve_source(None)
+    weights = iterate_weights(source, load_model_config(source), dtype=torch.float32)
     config = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0, tie_word_embeddings=True,
         rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().float()
-    missing = model.load_state_dict({name: t.float() for name, t in checkpoint.tensors()}, strict=False)
+    missing = model.load_state_dict(dict(weights), strict=False)
     assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
     model.tie_weights()
     return model

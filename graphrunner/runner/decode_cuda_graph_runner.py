@@ -76,7 +76,6 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         self._derived = make_derived(largest * query_width, largest, device)
         self._gather, self._advance = gather_for(device), advance_for(device, largest)
         self._held_rows: tuple[int, ...] = ()
-        self._held_size = 0
         account.limits(name, f"largest captured size {largest}, max_num_seqs {context.table.max_num_seqs}")
 
     def all_keys(self) -> Iterable[ShapeKey]:
@@ -100,13 +99,13 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
         has_drafts = self.query_width > 1 and bool(batch.input_ids)
-        if has_drafts or key.num_reqs != self._held_size or batch.rows != self._held_rows:
+        if has_drafts or batch.rows != self._held_rows:
             columns = {"request_rows": np.asarray(batch.rows, np.int32)}
             if has_drafts:
                 ids = np.asarray(batch.input_ids, np.int32).reshape(batch.num_reqs, self.query_width)
                 columns["draft_tokens"] = ids[:, 1:].reshape(-1)
             self.buffers.load(columns, batch.num_tokens, key.num_tokens, key.num_reqs)
-            self._held_rows, self._held_size = batch.rows, key.num_reqs
+            self._held_rows = batch.rows
         return self._loaded(key, batch)
 
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
@@ -153,7 +152,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         for tensor in (self._derived.input_ids, self._derived.positions, self._derived.slot_mapping):
             tensor.fill_(value)
         self._derived.seq_lens.fill_(value)
-        self._held_rows, self._held_size = (), 0
+        self._held_rows = ()
 
     def _drafts_of(self, views: ForwardBatch) -> torch.Tensor | None:
         if self.query_width == 1:

@@ -38,6 +38,12 @@ def create_execution_backend(
         from graphrunner.execution.recording import RecordingBackend
 
         return RecordingBackend()
+    if wanted is GraphBackend.INDUCTOR:
+        if device.type != "cpu":
+            raise ConfigError("decode_graph/prefill_graph", wanted.value, f"runs on cpu, not on {device.type}")
+        from graphrunner.execution.inductor import InductorBackend
+
+        return InductorBackend()
     if wanted not in _RECORDS_DEVICE_GRAPHS:
         raise ConfigError("decode_graph/prefill_graph", wanted.value, "is not an execution backend")
     module, name = _RECORDS_DEVICE_GRAPHS[wanted]

@@ -16,6 +16,12 @@ def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SI
     return tuple(sorted(size for size in sizes if size <= top))
 
 
+def default_cpu_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Every size to 16, by 2 to 32, by 4 to 80, by 8 above: on a CPU a row of padding costs what a real one does."""
+    sizes = {*range(1, 17), *range(18, 33, 2), *range(36, 81, 4), *range(88, max_num_seqs + 1, 8), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
 def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
     """Token counts, finer when small; the budget itself is always among them."""
     sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), max_num_tokens}

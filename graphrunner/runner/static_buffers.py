@@ -44,11 +44,11 @@ class BufferSpec:
 
 
 _REQUEST_ROWS = BufferSpec("request_rows", torch.int32, Axis.REQUEST, 0, "the dummy row: all its pages are page 0")
-
-TOKEN_BUFFERS: tuple[BufferSpec, ...] = (
+_TOKENS = (
     BufferSpec("input_ids", torch.int32, Axis.TOKEN, 0, "a valid id; the token's output is cut off"),
     BufferSpec("positions", torch.int64, Axis.TOKEN, 0, "a valid rope index; the token's output is cut off"),
-    BufferSpec("token_rows", torch.int32, Axis.TOKEN, 0, "the dummy row: the token's KV goes to page 0"),
+)
+_REQUESTS = (
     _REQUEST_ROWS,
     BufferSpec(
         "seq_lens",
@@ -66,6 +66,12 @@ TOKEN_BUFFERS: tuple[BufferSpec, ...] = (
     ),
     BufferSpec("logits_indices", torch.int64, Axis.REQUEST, 0, "a valid token; the row's logits are cut off"),
 )
+
+TOKEN_BUFFERS: tuple[BufferSpec, ...] = (
+    *_TOKENS,
+    BufferSpec("token_rows", torch.int32, Axis.TOKEN, 0, "the dummy row: the token's KV goes to page 0"),
+    *_REQUESTS,
+)
 """Loaded for prefill, mixed and eager steps."""
 
 UNIFORM_BUFFERS: tuple[BufferSpec, ...] = (
@@ -73,6 +79,13 @@ UNIFORM_BUFFERS: tuple[BufferSpec, ...] = (
     BufferSpec("draft_tokens", torch.int32, Axis.DRAFT, 0, "a valid id; the row's output is cut off"),
 )
 """Loaded for decode and verify steps; everything else is derived from the request table on the device."""
+
+HOST_BUFFERS: tuple[BufferSpec, ...] = (
+    *_TOKENS,
+    BufferSpec("slot_mapping", torch.int64, Axis.TOKEN, 0, "the first slot of page 0, which nobody owns"),
+    *_REQUESTS,
+)
+"""Loaded where the host reaches the request table itself: nothing is left to derive."""
 
 Columns = Mapping[str, np.ndarray]
 
@@ -153,8 +166,8 @@ class StaticBuffers:
         return num_reqs if axis is Axis.REQUEST else num_reqs + 1
 
 
-_SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *UNIFORM_BUFFERS)}
-_NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+_SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *UNIFORM_BUFFERS, *HOST_BUFFERS)}
+_NUMPY = {torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64)}
 _NOTHING = np.zeros(0, np.int64)
 
 

@@ -21,6 +21,7 @@ from graphrunner.device.registry import device_of
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.execution.registry import create_execution_backend
 from graphrunner.runner.base_runner import BaseRunner
+from graphrunner.runner.cpu_graph_runner import CPUGraphRunner
 from graphrunner.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from graphrunner.runner.eager_runner import EagerRunner
 from graphrunner.runner.graph_account import GraphAccount
@@ -61,6 +62,7 @@ class World:
         query_width: int = 1,
         is_lazy: bool = False,
         is_poisoning: bool = True,
+        is_cpu_runner: bool = False,
         attention: AttentionBackend | None = None,
         fails_at: int | None = None,
         seed: int = 0,
@@ -82,6 +84,13 @@ class World:
         self.prefill: BaseRunner = self.eager
         options = {"is_lazy": is_lazy, "is_poisoning": is_poisoning}
         new_graph = device_of(device).graph_pool()
+        if is_cpu_runner:
+            self.backends.append(create_execution_backend(backend, device, new_graph=new_graph))
+            self.decode = self.prefill = CPUGraphRunner(
+                self.context, self.backends[-1], self.account, decode_sizes or (1,),
+                prefill_sizes=prefill_sizes or (), max_reqs=max_reqs, **options,
+            )  # fmt: skip
+            decode_sizes = prefill_sizes = None
         if decode_sizes:
             self.backends.append(create_execution_backend(backend, device, new_graph=new_graph))
             variants = [ForwardVariant.LOGITS, ForwardVariant.GREEDY]

@@ -17,9 +17,17 @@ GARBAGE = 7  # a valid row, id and slot: what is left over is read without a cra
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.value)
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda b: b.value)
+@pytest.fixture(params=[*BACKENDS, "cpu runner"], ids=str)
 def world(request: pytest.FixtureRequest, device: torch.device) -> World:
+    if request.param == "cpu runner":
+        if device.type != "cpu":
+            pytest.skip("the CPU runner writes host memory")
+        return World(is_cpu_runner=True).capture()
     return World(device, backend=request.param).capture()
+
+
+def decode_runner(world: World) -> str:
+    return "cpu_graph_runner" if world.decode is world.prefill else "decode_cuda_graph_runner"
 
 
 def is_graph(world: World) -> bool:
@@ -45,7 +53,7 @@ def test_decode_at_every_edge(world: World, count: int) -> None:
     lives = started(world, lengths)
     for step in range(5):
         world.step(decode=lives, poison=GARBAGE if step % 2 else None)
-        assert is_graph(world) and world.last.runner.name == "decode_cuda_graph_runner"
+        assert is_graph(world) and world.last.runner.name == decode_runner(world)
     check_solo(world, lives, lengths)
 
 
@@ -77,7 +85,7 @@ def test_mixed_step_uses_the_tokens_that_only_the_device_knows(world: World) -> 
     world.step(decode=[first])
     second = world.new(10)
     world.step(decode=[first], chunks=[(second, 10)], poison=GARBAGE)
-    assert is_graph(world) and world.last.runner.name == "prefill_cuda_graph_runner"
+    assert is_graph(world) and world.last.runner is world.prefill
     for _ in range(3):
         world.step(decode=[second, first])
     check_solo(world, [first, second], [6, 10])
@@ -160,7 +168,8 @@ def test_outputs_expire_at_the_next_execute(world: World) -> None:
     assert first.isnan().all() and torch.isfinite(kept).all()
 
 
-def test_an_unchanged_step_loads_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_step_loads_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(device).capture()
     lives = started(world, [6, 6, 6])
     world.step(decode=lives)
     loads = []
@@ -204,7 +213,8 @@ def test_close_then_capture_again(world: World) -> None:
     check_solo(world, lives, [5, 6])
 
 
-def test_keys_say_both_counts(world: World) -> None:
+def test_keys_say_both_counts(device: torch.device) -> None:
+    world = World(device).capture()
     lives = started(world, [5, 6, 7])
     world.step(decode=lives)
     entry = max(world.account.report().keys, key=lambda entry: entry.num_replays)

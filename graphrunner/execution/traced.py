@@ -1,0 +1,78 @@
+"""A closure turned into a graph of operators, with everything it reads lifted to inputs.
+
+The graph is what compiling backends compile, and its text is what names an artefact on disk: a changed model, shape or
+line of code gives another graph, so a stale artefact cannot be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.execution.backend import Forward
+
+_FIELDS = ("logits", "token_ids", "hidden_states")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedForward:
+    """Operators of one forward.
+
+    Attributes:
+        module: takes `inputs`, returns the outputs that are there, in the order of `fields`.
+        inputs: static views and weights, in the order of the module's placeholders.
+        fields: which fields of `ModelOutput` come back.
+    """
+
+    module: GraphModule
+    inputs: tuple[Tensor, ...]
+    fields: tuple[str, ...]
+
+    def output(self, results: Sequence[Tensor]) -> ModelOutput:
+        """The module's results by name."""
+        return ModelOutput(**dict(zip(self.fields, results, strict=True)))
+
+    def text(self) -> str:
+        """Operators, and type, shape and layout of every input: equal text, equal program."""
+        shapes = [f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device.type}" for t in self.inputs]
+        return "\n".join([self.module.code, ",".join(self.fields), *shapes])
+
+
+def trace_forward(forward: Forward) -> TracedForward:
+    """Run `forward` once and keep its operators.
+
+    Raises:
+        RuntimeError: it reads a value back to the host, so its operators depend on what the tensors held.
+
+    Kernels that are not torch operators (a raw Triton launch) run, but are not traced.
+    """
+    fields: list[str] = []
+
+    def flat() -> list[Tensor]:
+        output = forward()
+        fields[:] = [name for name in _FIELDS if getattr(output, name) is not None]
+        return [getattr(output, name) for name in fields]
+
+    module = make_fx(flat, tracing_mode="real")()
+    graph, inputs = _lift(module)
+    return TracedForward(GraphModule(torch.nn.Module(), graph), inputs, tuple(fields))
+
+
+def _lift(module: GraphModule) -> tuple[Graph, tuple[Tensor, ...]]:
+    """Make every tensor that the graph refers to an input of it."""
+    targets = list(dict.fromkeys(node.target for node in module.graph.nodes if node.op == "get_attr"))
+    lifted = Graph()
+    placeholders = {target: lifted.placeholder(f"in_{index}") for index, target in enumerate(targets)}
+    copies: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        is_tensor = node.op == "get_attr"
+        copies[node] = placeholders[node.target] if is_tensor else lifted.node_copy(node, copies.__getitem__)
+        copies[node].type = None  # an annotation kept as text is what the compiler's cache cannot digest
+    lifted.lint()
+    return lifted, tuple(getattr(module, str(target)) for target in targets)

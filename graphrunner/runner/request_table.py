@@ -77,7 +77,7 @@ class RequestTable:
         num_inits, num_cells = len(inits), sum(len(append.pages) for append in appends)
         ends = np.cumsum((num_inits, num_inits, num_inits * self.max_pages, num_cells, num_cells)).tolist()
         staging = self._staging_of(ends[-1] * _INT_BYTES)
-        host = staging.begin().view(np.int32)
+        host = staging.host_views[staging.begin()].view(np.int32)
         host[: ends[0]] = [init.row for init in inits]
         host[ends[0] : ends[1]] = [cached[init.row] for init in inits]
         page_rows = host[ends[1] : ends[2]].reshape(num_inits, self.max_pages)

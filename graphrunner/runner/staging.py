@@ -24,6 +24,7 @@ class StagingBlock:
 
     Attributes:
         block: uint8 [num_bytes], device; keeps its address.
+        host_views: uint8 [num_bytes] each, the host blocks.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -32,15 +33,15 @@ class StagingBlock:
         self._is_direct = not self._device.has_own_memory
         count = 0 if self._is_direct else _NUM_HOST_BLOCKS
         self._host_blocks = [self._device.host_block(num_bytes) for _ in range(count)] or [self.block]
-        self._host_views = [host.numpy() for host in self._host_blocks]
+        self.host_views: list[np.ndarray] = [host.numpy() for host in self._host_blocks]
         self._fences = [self._device.fence() for _ in self._host_blocks]
         self._turn = 0
 
-    def begin(self) -> np.ndarray:
-        """The host bytes to write now: uint8 [num_bytes]. What they hold is of no meaning."""
+    def begin(self) -> int:
+        """Which of `host_views` to write now. What it holds is of no meaning."""
         self._turn = (self._turn + 1) % len(self._host_blocks)
         self._fences[self._turn].wait()
-        return self._host_views[self._turn]
+        return self._turn
 
     def send(self, num_bytes: int | None = None) -> None:
         """Copy the first `num_bytes` (None: all) of what `begin` handed out to the device. Sync: none."""

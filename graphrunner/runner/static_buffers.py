@@ -87,6 +87,8 @@ HOST_BUFFERS: tuple[BufferSpec, ...] = (
 )
 """Loaded where the host reaches the request table itself: nothing is left to derive."""
 
+_NUMPY: dict[torch.dtype, type[np.integer]] = {torch.int32: np.int32, torch.int64: np.int64}
+
 Columns = Mapping[str, np.ndarray]
 
 
@@ -126,6 +128,10 @@ class StaticBuffers:
             end += aligned(size)
         self._staging = StagingBlock(end, device)
         self.tensors = {s.name: self._staging.block[self._places[s.name]].view(s.dtype) for s in self._specs}
+        self._targets = [
+            [(spec, host[self._places[spec.name]].view(_NUMPY[spec.dtype])) for spec in self._specs]
+            for host in self._staging.host_views
+        ]
 
     def view(self, name: str, num_tokens: int, num_reqs: int) -> torch.Tensor:
         """The part of a buffer that a padded shape uses."""
@@ -137,12 +143,12 @@ class StaticBuffers:
         Args:
             columns: the real values, by buffer name; a buffer without an entry is all padding.
         """
-        host = self._staging.begin()
-        for spec in self._specs:
+        for spec, target in self._targets[self._staging.begin()]:
             values = columns.get(spec.name, _NOTHING)
-            target = host[self._places[spec.name]].view(_NUMPY[spec.dtype])
-            target[: len(values)] = values
-            target[len(values) : self._length(spec.axis, num_tokens, num_reqs)] = self._pad(spec, num_real_tokens)
+            count, length = len(values), self._length(spec.axis, num_tokens, num_reqs)
+            target[:count] = values
+            if count < length:
+                target[count:length] = self._pad(spec, num_real_tokens)
         self._staging.send()
 
     def poison(self, value: int) -> None:
@@ -167,7 +173,6 @@ class StaticBuffers:
 
 
 _SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *UNIFORM_BUFFERS, *HOST_BUFFERS)}
-_NUMPY = {torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64)}
 _NOTHING = np.zeros(0, np.int64)
 
 

@@ -91,10 +91,9 @@ def test_staging_never_hands_out_a_block_that_is_in_flight() -> None:
 
     hosts = [torch.zeros(32, dtype=torch.uint8) for _ in range(2)]
     staging._is_direct, staging._host_blocks = False, hosts
-    staging._host_views, staging._fences = [host.numpy() for host in hosts], [Fence("a"), Fence("b")]
+    staging.host_views, staging._fences = [host.numpy() for host in hosts], [Fence("a"), Fence("b")]
     for value in (1, 2, 3):
-        host = staging.begin()
-        host[:] = value
+        staging.host_views[staging.begin()][:] = value
         staging.send(20)
         assert (staging.block[:20] == value).all() and (value > 1 or not staging.block[20:].any())
     assert log == ["wait b", "record b", "wait a", "record a", "wait b", "record b"]

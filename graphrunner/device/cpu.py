@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from graphrunner.device.device import Device, DeviceKind, Fence, GraphFactory, Stream
-from graphrunner.device.tape_graph import TapeGraph
+from graphrunner.device.device import Device, DeviceKind, Fence, GraphPool, Stream
+from graphrunner.device.tape_graph import TapePool
 
 
 class _NoFence(Fence):
@@ -57,6 +57,6 @@ class CpuDevice(Device):
         """See `Device.capture_scope`."""
         yield
 
-    def graph_pool(self) -> GraphFactory:
+    def graph_pool(self) -> GraphPool:
         """See `Device.graph_pool`."""
-        return TapeGraph
+        return TapePool()

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from graphrunner.device.device import Device, DeviceGraph, DeviceKind, Fence, GraphFactory, Stream
+from graphrunner.device.device import Device, DeviceGraph, DeviceKind, Fence, GraphPool, Stream
 
 
 class _CudaFence(Fence):
@@ -27,15 +27,16 @@ class _CudaFence(Fence):
 class CudaGraph(DeviceGraph):
     """One `torch.cuda.CUDAGraph` in a shared pool."""
 
-    def __init__(self, pool: tuple[int, int]) -> None:
+    def __init__(self, pool: CudaGraphPool, handle: tuple[int, int]) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._pool = pool
+        self._handle = handle
         self._num_nodes = 0
         self._is_recording = False
 
     def begin(self) -> None:
         """See `DeviceGraph.begin`."""
-        self._graph.capture_begin(pool=self._pool)
+        self._graph.capture_begin(pool=self._handle)
         self._is_recording = True
 
     def end(self) -> None:
@@ -57,9 +58,58 @@ class CudaGraph(DeviceGraph):
         """See `DeviceGraph.release`. A recording that was broken off is ended first, or the stream stays in it."""
         if self._is_recording:
             self._is_recording = False
-            with suppress(RuntimeError):  # the recording is invalid already, and its cause is on its way up
+            try:
                 self._graph.capture_end()
+            except RuntimeError:
+                # It was invalid already, and what broke it is on its way up to the user. Here torch stops before it
+                # tells its allocators, which from then on would keep every cached block: say it in its place.
+                _end_allocation(self._handle)
+                self._pool.abandon()
         self._graph.reset()
+
+
+def _end_allocation(handle: tuple[int, int]) -> None:
+    with suppress(AttributeError, RuntimeError):  # not part of torch's public surface
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), handle)
+
+
+class CudaGraphPool(GraphPool):
+    """A pool handle and a graph that does nothing: the allocators forget a pool when its last graph goes."""
+
+    def __init__(self) -> None:
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._handle = (0, 0)
+
+    def new_graph(self) -> DeviceGraph:
+        """See `GraphPool.new_graph`."""
+        if self._anchor is None:
+            self._handle = torch.cuda.graph_pool_handle()
+            self._anchor = _anchor_graph(self._handle)
+        return CudaGraph(self, self._handle)
+
+    def release(self) -> None:
+        """See `GraphPool.release`. Hands what is free back to the driver."""
+        self.abandon()
+        torch.cuda.empty_cache()
+
+    def abandon(self) -> None:
+        """Leave the pool to the graphs that have it; the next graph starts a new one.
+
+        Also after a broken recording: the allocator of pinned memory takes the old one for busy.
+        """
+        self._anchor = None
+
+
+def _anchor_graph(handle: tuple[int, int]) -> torch.cuda.CUDAGraph:
+    graph, cell = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=handle)
+        cell.zero_()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 class CudaDevice(Device):
@@ -108,11 +158,12 @@ class CudaDevice(Device):
                 yield
         finally:
             outer.wait_stream(inner)
+            # Warm-ups leave their scratch cached for the capture stream, where nobody else would find it.
+            torch.cuda.empty_cache()
 
-    def graph_pool(self) -> GraphFactory:
+    def graph_pool(self) -> GraphPool:
         """See `Device.graph_pool`."""
-        pool = torch.cuda.graph_pool_handle()
-        return lambda: CudaGraph(pool)
+        return CudaGraphPool()
 
 
 def _count_nodes(raw_graph: int) -> int:

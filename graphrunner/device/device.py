@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TypeAlias
@@ -56,7 +55,19 @@ class DeviceGraph(ABC):
         """Give its memory back. Idempotent."""
 
 
-GraphFactory = Callable[[], DeviceGraph]
+class GraphPool(ABC):
+    """Makes graphs that share one memory pool, and holds the pool: else it would die with its last graph.
+
+    Graphs that never run at the same time may share one; the outputs of one die at a replay of another.
+    """
+
+    @abstractmethod
+    def new_graph(self) -> DeviceGraph:
+        """A graph whose memory comes from this pool."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the pool: its memory returns when its last graph is released. New graphs get a new pool."""
 
 
 class Device(ABC):
@@ -101,8 +112,5 @@ class Device(ABC):
         """Make the capture stream current; order it after, and the old stream behind, the work inside."""
 
     @abstractmethod
-    def graph_pool(self) -> GraphFactory:
-        """A maker of graphs that share one memory pool.
-
-        The maker holds the pool: a pool owned only by its first graph dies with that graph.
-        """
+    def graph_pool(self) -> GraphPool:
+        """A new pool."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphrunner.device.device import DeviceGraph
+from graphrunner.device.device import DeviceGraph, GraphPool
 
 Operator = Callable[..., object]
 _READS_BACK = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item"})
@@ -88,6 +88,17 @@ class TapeGraph(DeviceGraph):
             self._tape.__exit__(None, None, None)
             self._tape = None
         self._entries = ()
+
+
+class TapePool(GraphPool):
+    """Tapes take their memory where everyone does."""
+
+    def new_graph(self) -> DeviceGraph:
+        """See `GraphPool.new_graph`."""
+        return TapeGraph()
+
+    def release(self) -> None:
+        """See `GraphPool.release`."""
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -14,7 +14,6 @@ from graphrunner.config.env import log_level
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.device.registry import device_of
 from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.llm_engine import LLMEngine
 from graphrunner.engine.memory_plan import plan_num_pages
@@ -23,6 +22,7 @@ from graphrunner.engine.output_processor import OutputProcessor
 from graphrunner.engine.step_forward import StepForward
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.execution.recording import RecordingBackend
+from graphrunner.execution.registry import create_execution_backend
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.pool import KVPool
 from graphrunner.kvcache.prefix_cache import NoPrefixCache
@@ -31,6 +31,7 @@ from graphrunner.models.options import ModelOptions, Quantization
 from graphrunner.models.registry import LanguageModel, ModelImpl, load_model
 from graphrunner.runner.base_runner import BaseRunner
 from graphrunner.runner.capture_sizes import default_decode_sizes, default_prefill_sizes, user_sizes
+from graphrunner.runner.cpu_graph_runner import CPUGraphRunner
 from graphrunner.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from graphrunner.runner.eager_runner import EagerRunner
 from graphrunner.runner.graph_account import GraphAccount
@@ -168,6 +169,10 @@ class _Parts:
         sizes = user_sizes(graph.decode_sizes, limit) if graph.decode_sizes else default_decode_sizes(limit)
         variants = tuple(variant for variant in ForwardVariant if variant is not ForwardVariant.HIDDEN)
         is_lazy = graph.capture is CapturePolicy.LAZY
+        if graph.decode_graph is GraphBackend.INDUCTOR:
+            # Filters look at their rows' parameters on the host there, which cannot be compiled: sampled after it.
+            variants = (ForwardVariant.GREEDY, ForwardVariant.LOGITS)
+            return CPUGraphRunner(context, backend, account, sizes, max_reqs=limit, variants=variants, is_lazy=is_lazy)
         return DecodeCudaGraphRunner(context, backend, account, sizes, variants=variants, is_lazy=is_lazy)
 
     def _prefill_runner(
@@ -183,6 +188,10 @@ class _Parts:
         limit = limits.max_num_batched_tokens
         sizes = user_sizes(graph.prefill_sizes, limit) if graph.prefill_sizes else default_prefill_sizes(limit)
         is_lazy = graph.capture is CapturePolicy.LAZY
+        if graph.prefill_graph is GraphBackend.INDUCTOR:
+            return CPUGraphRunner(
+                context, backend, account, (), prefill_sizes=sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy
+            )
         return PrefillCudaGraphRunner(context, backend, account, sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy)
 
 
@@ -199,11 +208,7 @@ def _execution_backend(
         return None
     if wanted is GraphBackend.RECORDING:
         return RecordingBackend(has_warm_up=not is_auto)
-    if wanted is GraphBackend.FULL and device.type == "cuda":
-        from graphrunner.execution.full_cuda_graph import FullCudaGraphBackend
-
-        return FullCudaGraphBackend(device_of(device))
-    raise ConfigError("decode_graph/prefill_graph", wanted.value, f"not available on {device.type}")
+    return create_execution_backend(wanted, device)
 
 
 def _capture(runner: ModelRunner, device: torch.device) -> None:

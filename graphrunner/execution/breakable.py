@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from graphrunner.core.active_batch import current_batch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
-from graphrunner.device.device import Device, DeviceGraph, GraphFactory, Stream
+from graphrunner.device.device import Device, DeviceGraph, GraphPool, Stream
 from graphrunner.device.graph import BreakCall, listening
 from graphrunner.execution.backend import (
     NUM_WARMUPS,
@@ -49,11 +49,11 @@ class SegmentedRecording:
     """Segments and breaks in the order they ran. Listens to `eager_break` while it records.
 
     Args:
-        new_graph: makes the segments' graphs, all in one pool.
+        pool: where the segments take their memory.
     """
 
-    def __init__(self, new_graph: GraphFactory) -> None:
-        self._new_graph = new_graph
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
         self._segments: list[DeviceGraph] = []
         self._breaks: list[_Break] = []
 
@@ -95,7 +95,7 @@ class SegmentedRecording:
         self._segments, self._breaks = [], []
 
     def _open(self) -> None:
-        segment = self._new_graph()
+        segment = self._pool.new_graph()
         self._segments.append(segment)
         segment.begin()
 
@@ -106,9 +106,9 @@ class BreakableBackend(ExecutionBackend):
     name = "breakable"
     has_eager_breaks = True
 
-    def __init__(self, device: Device, new_graph: GraphFactory | None = None) -> None:
+    def __init__(self, device: Device, pool: GraphPool | None = None) -> None:
         self._device = device
-        self._new_graph = new_graph if new_graph is not None else device.graph_pool()
+        self._pool = pool if pool is not None else device.graph_pool()
         self._recordings: dict[ShapeKey, tuple[SegmentedRecording, ModelOutput]] = {}
 
     @contextmanager
@@ -123,7 +123,7 @@ class BreakableBackend(ExecutionBackend):
         """See `ExecutionBackend.capture_one`."""
         device, start_s, reserved = self._device, time.perf_counter(), self._device.reserved_bytes()
         self._drop(key)
-        recording = SegmentedRecording(self._new_graph)
+        recording = SegmentedRecording(self._pool)
         try:
             for _ in range(NUM_WARMUPS):
                 forward()
@@ -156,6 +156,7 @@ class BreakableBackend(ExecutionBackend):
         """Drop every segment. Idempotent."""
         for key in list(self._recordings):
             self._drop(key)
+        self._pool.release()
 
     def _drop(self, key: ShapeKey) -> None:
         entry = self._recordings.pop(key, None)

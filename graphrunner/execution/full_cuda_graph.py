@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
-from graphrunner.device.device import Device, DeviceGraph, GraphFactory, Stream
+from graphrunner.device.device import Device, DeviceGraph, GraphPool, Stream
 from graphrunner.execution.backend import (
     NUM_WARMUPS,
     CaptureStats,
@@ -27,15 +27,15 @@ class FullCudaGraphBackend(ExecutionBackend):
 
     Args:
         device: where to record.
-        new_graph: a maker of graphs whose pool other backends share; None makes a pool of its own. Sharing is safe
-            for backends that never replay at the same time; the outputs of one then die at a replay of the other.
+        pool: where graphs take their memory; backends that never replay at the same time may share one. None makes
+            a pool of its own.
     """
 
     name = "full"
 
-    def __init__(self, device: Device, new_graph: GraphFactory | None = None) -> None:
+    def __init__(self, device: Device, pool: GraphPool | None = None) -> None:
         self._device = device
-        self._new_graph = new_graph if new_graph is not None else device.graph_pool()
+        self._pool = pool if pool is not None else device.graph_pool()
         self._graphs: dict[ShapeKey, tuple[DeviceGraph, ModelOutput]] = {}
 
     @contextmanager
@@ -50,7 +50,7 @@ class FullCudaGraphBackend(ExecutionBackend):
         """See `ExecutionBackend.capture_one`."""
         device, start_s, reserved = self._device, time.perf_counter(), self._device.reserved_bytes()
         self._drop(key)
-        graph = self._new_graph()
+        graph = self._pool.new_graph()
         try:
             for _ in range(NUM_WARMUPS):
                 forward()
@@ -85,6 +85,7 @@ class FullCudaGraphBackend(ExecutionBackend):
         """Drop every graph; their memory returns to the allocator."""
         for key in list(self._graphs):
             self._drop(key)
+        self._pool.release()
 
     def _drop(self, key: ShapeKey) -> None:
         entry = self._graphs.pop(key, None)

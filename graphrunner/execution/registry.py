@@ -10,7 +10,7 @@ import torch
 
 from graphrunner.config.engine_config import GraphBackend
 from graphrunner.core.errors import ConfigError
-from graphrunner.device.device import GraphFactory
+from graphrunner.device.device import GraphPool
 from graphrunner.device.registry import device_of
 from graphrunner.execution.backend import ExecutionBackend
 
@@ -20,16 +20,16 @@ _RECORDS_DEVICE_GRAPHS: Mapping[GraphBackend, tuple[str, str]] = MappingProxyTyp
         GraphBackend.BREAKABLE: ("breakable", "BreakableBackend"),
     }
 )
-"""Built with a device and a maker of its graphs."""
+"""Built with a device and a pool for its graphs."""
 
 
 def create_execution_backend(
-    wanted: GraphBackend, device: torch.device, *, new_graph: GraphFactory | None = None
+    wanted: GraphBackend, device: torch.device, *, pool: GraphPool | None = None
 ) -> ExecutionBackend:
     """The backend called `wanted`.
 
     Args:
-        new_graph: a maker of device graphs that several backends share; None gives each its own pool.
+        pool: memory that several backends' graphs share; None gives each its own.
 
     Raises:
         ConfigError: it does not exist on the device. AUTO and OFF are decisions, not backends.
@@ -48,4 +48,4 @@ def create_execution_backend(
         raise ConfigError("decode_graph/prefill_graph", wanted.value, "is not an execution backend")
     module, name = _RECORDS_DEVICE_GRAPHS[wanted]
     backend = getattr(import_module(f"graphrunner.execution.{module}"), name)
-    return backend(device_of(device), new_graph)
+    return backend(device_of(device), pool)

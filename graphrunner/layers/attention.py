@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from graphrunner.attention.backend import AttentionSpec
 from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.device.graph import eager_break
 from graphrunner.layers.loading import WeightSlot, prefixed
 from graphrunner.layers.norm import RMSNorm
 
@@ -31,4 +32,6 @@ class PagedAttention(nn.Module):
         yield from prefixed("", *self.norms)
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        return batch.attention.forward(self.spec, qkv, batch.kv_layers[self.layer_index], batch)
+        return eager_break(
+            lambda live: live.attention.forward(self.spec, qkv, live.kv_layers[self.layer_index], live), batch
+        )

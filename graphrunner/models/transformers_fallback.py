@@ -22,6 +22,7 @@ from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.active_batch import current_batch
 from graphrunner.core.errors import ConfigError, ModelLoadError
 from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.device.graph import eager_break
 from graphrunner.kvcache.pool import KVLayerSpec, KVSpec
 from graphrunner.models.options import ModelOptions, Quantization
 from graphrunner.weights.dummy import fill_random_
@@ -82,9 +83,10 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=softcap,
     )
-    batch = current_batch()
     qkv = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).flatten(1)
-    out = batch.attention.forward(spec, qkv, batch.kv_layers[layer_index], batch)
+    out = eager_break(
+        lambda live: live.attention.forward(spec, qkv, live.kv_layers[layer_index], live), current_batch()
+    )
     return out.view(1, num_tokens, num_q_heads, head_dim), None
 
 

@@ -56,7 +56,7 @@ class BaseGraphRunner(BaseRunner):
         is_lazy: bool = False,
         is_poisoning: bool = False,
     ) -> None:
-        assert sizes and list(sizes) == sorted(set(sizes)), f"capture sizes must rise: {sizes}"
+        assert list(sizes) == sorted(set(sizes)), f"capture sizes must rise: {sizes}"
         self.context = context
         self.backend = backend
         self.account = account

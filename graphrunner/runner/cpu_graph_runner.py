@@ -36,7 +36,7 @@ class CPUGraphRunner(BaseGraphRunner):
     """One runner for both phases; it may stand in both places of a `ModelRunner`.
 
     Args:
-        sizes: requests of a decode step.
+        sizes: requests of a decode step; empty leaves those steps to another runner.
         prefill_sizes: tokens of a prefill or mixed step; empty leaves those steps to the eager runner.
         max_reqs: most requests in one step.
         variants: what a recorded decode step ends with; LOGITS must be among them and serves every need.
@@ -62,7 +62,7 @@ class CPUGraphRunner(BaseGraphRunner):
         assert ForwardVariant.LOGITS in variants, "every batch must have a variant that serves it"
         self.name = name
         prompts = {ForwardMode.PREFILL, ForwardMode.MIXED} if prefill_sizes else set()
-        self.modes = frozenset({ForwardMode.DECODE, *prompts})
+        self.modes = frozenset({*prompts, *({ForwardMode.DECODE} if sizes else ())})
         self.needed_support = GraphSupport.ALWAYS if prefill_sizes else GraphSupport.DECODE
         self.prefill_sizes = tuple(prefill_sizes)
         self._max_reqs = max_reqs
@@ -70,14 +70,15 @@ class CPUGraphRunner(BaseGraphRunner):
             (size, variant): ShapeKey(size, size, variant) for size in self.sizes for variant in variants
         }
         self._prefill_keys = {s: ShapeKey(s, min(s, max_reqs), ForwardVariant.HIDDEN) for s in self.prefill_sizes}
-        most_tokens = max(self.sizes[-1], *self.prefill_sizes, 0)
-        most_reqs = max(self.sizes[-1], min(most_tokens, max_reqs))
+        largest = max(self.sizes, default=0)
+        most_tokens = max(largest, *self.prefill_sizes, 0)
+        most_reqs = max(largest, min(most_tokens, max_reqs))
         pad_len = context.attention.pad_seq_len
         self.buffers = StaticBuffers(most_tokens, most_reqs, context.device, pad_len, specs=HOST_BUFFERS)
         self._last_token, self._num_computed = context.table.last_token.numpy(), context.table.num_computed.numpy()
         self._page_table = context.table.page_table.numpy()
-        self._count_up = np.arange(self.sizes[-1] + 1)
-        account.limits(name, f"largest captured size {self.sizes[-1]}, max_num_seqs {context.table.max_num_seqs}")
+        self._count_up = np.arange(largest + 1)
+        account.limits(name, f"largest captured size {largest}, max_num_seqs {context.table.max_num_seqs}")
 
     def all_keys(self) -> Iterable[ShapeKey]:
         """Decode sizes in every variant, then token buckets."""

@@ -83,16 +83,16 @@ class World:
         self.decode: BaseRunner = self.eager
         self.prefill: BaseRunner = self.eager
         options = {"is_lazy": is_lazy, "is_poisoning": is_poisoning}
-        new_graph = device_of(device).graph_pool()
+        pool = device_of(device).graph_pool()
         if is_cpu_runner:
-            self.backends.append(create_execution_backend(backend, device, new_graph=new_graph))
+            self.backends.append(create_execution_backend(backend, device, pool=pool))
             self.decode = self.prefill = CPUGraphRunner(
                 self.context, self.backends[-1], self.account, decode_sizes or (1,),
                 prefill_sizes=prefill_sizes or (), max_reqs=max_reqs, **options,
             )  # fmt: skip
             decode_sizes = prefill_sizes = None
         if decode_sizes:
-            self.backends.append(create_execution_backend(backend, device, new_graph=new_graph))
+            self.backends.append(create_execution_backend(backend, device, pool=pool))
             variants = [ForwardVariant.LOGITS, ForwardVariant.GREEDY]
             variants += [ForwardVariant.SAMPLE] if query_width == 1 else []
             self.decode = DecodeCudaGraphRunner(
@@ -100,7 +100,7 @@ class World:
                 query_width=query_width, **options,
             )  # fmt: skip
         if prefill_sizes:
-            self.backends.append(create_execution_backend(backend, device, new_graph=new_graph))
+            self.backends.append(create_execution_backend(backend, device, pool=pool))
             self.prefill = PrefillCudaGraphRunner(
                 self.context, self.backends[-1], self.account, prefill_sizes, max_reqs=max_reqs, **options
             )

@@ -165,7 +165,8 @@ def test_outputs_expire_at_the_next_execute(world: World) -> None:
         live.cached_len += 1
         live.tokens.append(0)
     world.run(world.batch(decode=lives, need=SamplingNeed.GREEDY))
-    assert first.isnan().all() and torch.isfinite(kept).all()
+    # Poison on the CPU; on a device the next replay may have taken the memory over already.
+    assert not torch.equal(first, kept) and torch.isfinite(kept).all()
 
 
 def test_an_unchanged_step_loads_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from graphrunner.core.forward_batch import ForwardBatch
 
-BreakCall = Callable[["ForwardBatch"], "torch.Tensor"]
-"""What runs at a break: it may hold tensors of the recording (they keep their addresses), but takes the batch as an
-argument, because the metadata of a step is made anew each time."""
+BreakCall = Callable[["ForwardBatch", "torch.Tensor"], "torch.Tensor"]
+"""What runs at a break. The batch is an argument because the metadata of a step is made anew each time, the tensor
+because a listener may give it an address of its own."""
 
 
 class BreakListener(Protocol):
     """Who records a forward in segments."""
 
-    def on_break(self, call: BreakCall, batch: ForwardBatch) -> torch.Tensor:
+    def on_break(self, call: BreakCall, batch: ForwardBatch, tensor: torch.Tensor) -> torch.Tensor:
         """End a segment, run `call`, begin the next; returns a tensor that keeps its address."""
         ...
 
@@ -32,10 +32,10 @@ class BreakListener(Protocol):
 _listener: ContextVar[BreakListener | None] = ContextVar("graphrunner_break_listener", default=None)
 
 
-def eager_break(call: BreakCall, batch: ForwardBatch) -> torch.Tensor:
-    """Run `call(batch)`; outside of the graph when a segmented recording is under way."""
+def eager_break(call: BreakCall, batch: ForwardBatch, tensor: torch.Tensor) -> torch.Tensor:
+    """Run `call(batch, tensor)`; outside of the graph when a segmented recording is under way."""
     listener = _listener.get()
-    return call(batch) if listener is None else listener.on_break(call, batch)
+    return call(batch, tensor) if listener is None else listener.on_break(call, batch, tensor)
 
 
 @contextmanager

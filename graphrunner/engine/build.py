@@ -169,9 +169,10 @@ class _Parts:
         sizes = user_sizes(graph.decode_sizes, limit) if graph.decode_sizes else default_decode_sizes(limit)
         variants = tuple(variant for variant in ForwardVariant if variant is not ForwardVariant.HIDDEN)
         is_lazy = graph.capture is CapturePolicy.LAZY
-        if graph.decode_graph is GraphBackend.INDUCTOR:
-            # Filters look at their rows' parameters on the host there, which cannot be compiled: sampled after it.
+        if self.device.type == "cpu" and graph.decode_graph not in (GraphBackend.AUTO, GraphBackend.RECORDING):
+            # Filters look at their rows' parameters on the host there, which cannot be traced: sampled after the graph.
             variants = (ForwardVariant.GREEDY, ForwardVariant.LOGITS)
+        if graph.decode_graph is GraphBackend.INDUCTOR:
             return CPUGraphRunner(context, backend, account, sizes, max_reqs=limit, variants=variants, is_lazy=is_lazy)
         return DecodeCudaGraphRunner(context, backend, account, sizes, variants=variants, is_lazy=is_lazy)
 

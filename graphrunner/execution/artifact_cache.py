@@ -65,7 +65,8 @@ class ArtifactCache:
 
 def artifact_name(traced: TracedForward) -> str:
     """A digest of the graph, torch, this package's format, the processor and the number of threads."""
-    capability = torch.backends.cpu.get_cpu_capability()
+    is_cuda = any(tensor.is_cuda for tensor in traced.inputs)
+    capability = torch.cuda.get_device_name() if is_cuda else torch.backends.cpu.get_cpu_capability()
     parts = (_FORMAT, torch.__version__, platform.machine(), capability, str(torch.get_num_threads()), traced.text())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 

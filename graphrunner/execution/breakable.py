@@ -37,10 +37,11 @@ class _Break:
     """Python between two segments, and the tensor in which the next one expects its result."""
 
     call: BreakCall
+    argument: torch.Tensor
     output: torch.Tensor
 
     def run(self, batch: ForwardBatch) -> None:
-        result = self.call(batch)
+        result = self.call(batch, self.argument)
         if result.data_ptr() != self.output.data_ptr():
             self.output.copy_(result)
 
@@ -65,12 +66,12 @@ class SegmentedRecording:
         self._segments[-1].end()
         return output
 
-    def on_break(self, call: BreakCall, batch: ForwardBatch) -> torch.Tensor:
+    def on_break(self, call: BreakCall, batch: ForwardBatch, tensor: torch.Tensor) -> torch.Tensor:
         """See `BreakListener.on_break`. The output is allocated outside of every graph, so it stays its own."""
         self._segments[-1].end()
         with listening(None):
-            output = call(batch)
-        self._breaks.append(_Break(call, output))
+            output = call(batch, tensor)
+        self._breaks.append(_Break(call, tensor, output))
         self._open()
         return output
 

@@ -18,6 +18,7 @@ _RECORDS_DEVICE_GRAPHS: Mapping[GraphBackend, tuple[str, str]] = MappingProxyTyp
     {
         GraphBackend.FULL: ("full_cuda_graph", "FullCudaGraphBackend"),
         GraphBackend.BREAKABLE: ("breakable", "BreakableBackend"),
+        GraphBackend.PIECEWISE: ("piecewise", "PiecewiseBackend"),
     }
 )
 """Built with a device and a pool for its graphs."""

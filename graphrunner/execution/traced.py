@@ -44,6 +44,14 @@ class TracedForward:
         return "\n".join([self.module.code, ",".join(self.fields), *shapes])
 
 
+def check_equal(expected: ModelOutput, compiled: ModelOutput) -> None:
+    """Raises ValueError when a compiled graph and the closure disagree: something was not traced."""
+    for name in _FIELDS:
+        mine, its = getattr(expected, name), getattr(compiled, name)
+        if mine is not None and not torch.allclose(mine.float(), its.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
+            raise ValueError("the compiled graph does not give what the forward gives")
+
+
 def trace_forward(forward: Forward) -> TracedForward:
     """Run `forward` once and keep its operators.
 

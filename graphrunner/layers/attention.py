@@ -32,6 +32,7 @@ class PagedAttention(nn.Module):
         yield from prefixed("", *self.norms)
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        return eager_break(
-            lambda live: live.attention.forward(self.spec, qkv, live.kv_layers[self.layer_index], live), batch
-        )
+        return eager_break(self._attend, batch, qkv)
+
+    def _attend(self, batch: ForwardBatch, qkv: Tensor) -> Tensor:
+        return batch.attention.forward(self.spec, qkv, batch.kv_layers[self.layer_index], batch)

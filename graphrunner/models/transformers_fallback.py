@@ -84,9 +84,11 @@ def paged_attention(
         soft_cap=softcap,
     )
     qkv = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).flatten(1)
-    out = eager_break(
-        lambda live: live.attention.forward(spec, qkv, live.kv_layers[layer_index], live), current_batch()
-    )
+
+    def attend(batch: ForwardBatch, qkv: Tensor) -> Tensor:
+        return batch.attention.forward(spec, qkv, batch.kv_layers[layer_index], batch)
+
+    out = eager_break(attend, current_batch(), qkv)
     return out.view(1, num_tokens, num_q_heads, head_dim), None
 
 

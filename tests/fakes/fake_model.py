@@ -44,8 +44,11 @@ class FakeModel:
         self.num_forwards += 1
         hidden = self.embedding[batch.input_ids.long()]
         qkv = hidden @ self.qkv.T
-        attended = eager_break(lambda live: live.attention.forward(self.spec, qkv, live.kv_layers[0], live), batch)
+        attended = eager_break(self._attend, batch, qkv)
         return hidden + attended @ self.out.T
+
+    def _attend(self, batch: ForwardBatch, qkv: torch.Tensor) -> torch.Tensor:
+        return batch.attention.forward(self.spec, qkv, batch.kv_layers[0], batch)
 
     def forward(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """What runners are given."""

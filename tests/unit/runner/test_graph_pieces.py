@@ -38,20 +38,20 @@ class _Counter:
     def __init__(self) -> None:
         self.count = 0
 
-    def on_break(self, call, batch):
+    def on_break(self, call, batch, tensor):
         self.count += 1
         with listening(None):
-            return call(batch)
+            return call(batch, tensor)
 
 
 def test_breaks_are_plain_calls_unless_somebody_listens() -> None:
     counter = _Counter()
-    nested = lambda batch: eager_break(lambda inner: inner + 1, batch)  # noqa: E731
-    assert eager_break(nested, 1) == 2
+    nested = lambda batch, x: eager_break(lambda inner, y: inner + y, batch, x)  # noqa: E731
+    assert eager_break(nested, 1, 1) == 2
     with listening(counter):
-        assert eager_break(nested, 1) == 2
+        assert eager_break(nested, 1, 1) == 2
         seen: list[int] = []
-        thread = threading.Thread(target=lambda: seen.append(eager_break(nested, 5)))
+        thread = threading.Thread(target=lambda: seen.append(eager_break(nested, 5, 1)))
         thread.start()
         thread.join()
     assert counter.count == 1 and seen == [6]

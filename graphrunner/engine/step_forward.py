@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphrunner.core.active_batch import active_batch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
@@ -21,9 +22,12 @@ class StepForward:
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """See `ForwardVariant` for what comes back. In graph: yes."""
-        if variant is ForwardVariant.HIDDEN:
-            return ModelOutput(hidden_states=self._model(batch))
-        logits = self._model.logits(self._model(batch, only_logits_rows=True))
+        is_hidden = variant is ForwardVariant.HIDDEN
+        with active_batch(batch):  # a foreign model's attention can be handed nothing
+            hidden = self._model(batch, only_logits_rows=not is_hidden)
+        if is_hidden:
+            return ModelOutput(hidden_states=hidden)
+        logits = self._model.logits(hidden)
         if variant is ForwardVariant.LOGITS:
             return ModelOutput(logits=logits)
         return ModelOutput(token_ids=self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant))

@@ -56,6 +56,13 @@ class GraphrunnerEager(Graphrunner):
         super().__init__(folder, enforce_eager=True)
 
 
+class GraphrunnerInductor(Graphrunner):
+    """Decode steps compiled ahead, one key a batch size; artefacts stay in the cache between runs."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, decode_graph="inductor", decode_sizes=list(BATCHES))
+
+
 class GraphrunnerInt8(Graphrunner):
     def __init__(self, folder: str) -> None:
         super().__init__(folder, quantization="int8")
@@ -104,6 +111,7 @@ class LlamaCpp:
 
 CONTENDERS = {
     "graphrunner graph": Graphrunner,
+    "graphrunner inductor": GraphrunnerInductor,
     "graphrunner eager": GraphrunnerEager,
     "graphrunner int8": GraphrunnerInt8,
     "transformers eager": Transformers,

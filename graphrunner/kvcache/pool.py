@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from graphrunner.core.forward_batch import KVLayer
@@ -86,4 +88,8 @@ class KVPool:
 
     def _zeros(self, num_kv_heads: int, head_dim: int) -> torch.Tensor:
         shape = (self.num_pages, self.page_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy asks the system for zeroed memory, which becomes real as pages are first written; torch would write it.
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.dtype).view(shape)

@@ -44,3 +44,65 @@ def test_stream_joins_to_the_whole(llm: LLM) -> None:
     assert "".join(part.outputs[0].text for part in parts) == whole.text
     assert [token for part in parts for token in part.outputs[0].token_ids] == whole.token_ids
     assert [part.outputs[0].finish_reason for part in parts][-1] == "length"
+
+
+def test_the_openai_client_on_the_real_model() -> None:
+    """The whole product: `graphrunner serve` in a process of its own, the real client in this one."""
+    import re
+    import signal
+    import subprocess
+    import sys
+
+    import httpx
+    import openai
+
+    command = [sys.executable, "-m", "graphrunner.entrypoints.cli.main", "serve", "--port", "0", "--max-num-seqs", "4"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert server.stderr is not None
+        lines = []
+        while not (lines and lines[-1].strip() == "ready"):
+            lines.append(server.stderr.readline())
+            assert lines[-1], "".join(lines)
+        found = re.search(r"http://\S+?(?=,|\s)", "".join(lines))
+        assert found, lines
+        client = openai.OpenAI(
+            base_url=f"{found.group()}/v1", api_key="none", http_client=httpx.Client(trust_env=False, timeout=60)
+        )
+        model = client.models.list().data[0].id
+        question = [{"role": "user", "content": "What is the capital of Italy? Answer in one sentence."}]
+        reply = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=32)
+        assert reply.choices[0].message.content == "The capital of Italy is Rome."
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (42, 8)
+        chunks = client.chat.completions.create(
+            model=model, messages=question, temperature=0, max_tokens=32, stream=True
+        )
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        assert "".join(parts) == "The capital of Italy is Rome." and len(parts) > 3
+        completion = client.completions.create(
+            model=model, prompt="The capital of France is", temperature=0, max_tokens=2
+        )
+        assert completion.choices[0].text == " Paris."
+        with_n = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=32, n=2)
+        assert {choice.message.content for choice in with_n.choices} == {"The capital of Italy is Rome."}
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+
+
+def test_int8_keeps_the_perplexity(llm: LLM) -> None:
+    """Within 2 % of fp32 on a fixed text: the licence of this repository."""
+    import math
+    from pathlib import Path
+
+    text = " ".join((Path(__file__).resolve().parents[2] / "LICENSE").read_text().split())
+    ids = llm.engine.tokenizer.encode(text)[:200]
+
+    def perplexity(of: LLM) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        scored = of.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].prompt_logprobs
+        return math.exp(-sum(entry[i].logprob for i, entry in zip(ids[1:], scored[1:], strict=True)) / (len(ids) - 1))
+
+    with LLM(max_num_seqs=1, max_model_len=256, quantization="int8", num_threads=2) as int8:
+        dense, packed = perplexity(llm), perplexity(int8)
+    assert 1.0 < dense < 60.0 and abs(packed / dense - 1.0) < 0.02, (dense, packed)

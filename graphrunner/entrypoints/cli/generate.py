@@ -24,6 +24,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
 
 if TYPE_CHECKING:
     from graphrunner.core.outputs import StepRecord
+    from graphrunner.runner.graph_account import GraphReport
 
 
 def generate(
@@ -71,8 +72,19 @@ def generate(
         typer.echo()
         if stats:
             typer.echo(_summary(num_tokens, time.perf_counter() - start_s, llm.steps), err=True)
+            typer.echo(_compiled(llm.graph_report()), err=True)
         if trace is not None:
             llm.engine.step_trace.write_chrome_trace(trace)
+
+
+def _compiled(report: GraphReport) -> str:
+    """What this start had to compile: a second start says that it was nothing."""
+    from graphrunner.kernels.cpu.build import num_libraries_built
+
+    num_graphs = sum(row.stats.num_compiled for row in report.keys)
+    if num_graphs + num_libraries_built() == 0:
+        return "[nothing was compiled]"
+    return f"[compiled: {num_libraries_built()} kernel library, {num_graphs} graphs; the next start finds them on disk]"
 
 
 def _summary(num_tokens: int, duration_s: float, steps: list[StepRecord]) -> str:

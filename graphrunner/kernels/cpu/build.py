@@ -28,6 +28,9 @@ _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-
 _BUILD_TIMEOUT_S = 600
 
 
+_built: list[Path] = []
+
+
 class KernelBuildError(RuntimeError):
     """The C++ kernels could not be compiled; the message says why in one line."""
 
@@ -63,7 +66,13 @@ def _built_library() -> Path:
             # some seconds at first start would puzzle: this one is said once per machine.
             _LOGGER.warning("Building the CPU kernels (once on this machine, about 20 s)")
             _compile(compiler, library)
+            _built.append(library)
     return library
+
+
+def num_libraries_built() -> int:
+    """How many libraries this process had to compile; 0 when all were found on disk."""
+    return len(_built)
 
 
 def _find_compiler() -> str:

@@ -26,11 +26,11 @@ def main() -> None:
     runner.execute = timed  # type: ignore[method-assign]
     start_s = time.perf_counter()
     llm.generate("Once upon a time", params, use_tqdm=False)
-    wall_s = time.perf_counter() - start_s
+    host_share = 1 - spent_s[0] / (time.perf_counter() - start_s)
     llm.generate({"prompt_token_ids": list(range(10, 1500))}, params.clone(max_tokens=16), use_tqdm=False)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     weights_mib = 134_515_008 * 4 / 2**20
-    row = {"host_share": 1 - spent_s[0] / wall_s, "peak_mib": peak_mib, "peak_over_weights_mib": peak_mib - weights_mib}
+    row = {"host_share": host_share, "peak_mib": peak_mib, "peak_over_weights_mib": peak_mib - weights_mib}
     print(f"outside the forward: {row['host_share']:.1%}; peak {peak_mib:.0f} MiB, weights {weights_mib:.0f} MiB")
     print(json.dumps(row))
 

@@ -45,7 +45,7 @@ class LoadConfig:
     device: str = "auto"
     """cpu, cuda or auto."""
     quantization: str | None = None
-    """int8 (weight-only), int4, fp8, or None."""
+    """int8 (weight-only: projections and head), or None."""
     load_format: str = "auto"
     """auto, or dummy for seeded random weights from the config alone."""
     trust_remote_code: bool = False
@@ -72,8 +72,6 @@ class CacheConfig:
     """Most MiB for the pages on a CPU, when num_pages is None."""
     enable_prefix_caching: bool = True
     """Keep finished prompts' pages for requests that start the same way."""
-    kv_cache_dtype: str = "auto"
-    """auto (the model's), or fp8."""
 
     def __post_init__(self) -> None:
         _check(1 <= self.page_size <= 256, "page_size", self.page_size, "must be from 1 to 256")
@@ -117,12 +115,8 @@ class GraphConfig:
     """Captured batch sizes; None takes the default list tied to max_num_seqs."""
     prefill_sizes: tuple[int, ...] | None = None
     """Captured token counts; None takes the default list tied to max_num_batched_tokens."""
-    check_graphs: bool = False
-    """Run every graph step eagerly as well and name the first layer that differs."""
     poison_outputs: bool = False
     """Overwrite the outputs of a replay when they expire, to make a late reader loud."""
-    deterministic: bool = False
-    """The same tokens alone, in any batch, graph or eager."""
 
     def __post_init__(self) -> None:
         for name in ("decode_sizes", "prefill_sizes"):

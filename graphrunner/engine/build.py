@@ -51,6 +51,9 @@ from graphrunner.weights.gguf_reader import GGUFFile
 from graphrunner.weights.progress import progress_bar
 from graphrunner.weights.source import LoadFormat, ModelSource, load_model_config, resolve_source
 
+_MAX_COMPILED_CPU_SIZE = 8
+"""Largest batch compiled by default on a CPU, where each size costs seconds; larger batches say NUM_REQS and run."""
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -144,7 +147,7 @@ class _Parts:
             account=account,
             eos_token_ids=eos,
         )
-        _capture(runner, self.device)
+        _capture(runner)
         return runner, scheduler
 
     def _reserved_bytes(self) -> int:
@@ -165,16 +168,26 @@ class _Parts:
         backend = _execution_backend(graph.decode_graph, self.device, support, GraphSupport.DECODE)
         if backend is None or graph.capture is CapturePolicy.OFF:
             return eager
-        limit = self.limits.max_num_seqs
-        sizes = user_sizes(graph.decode_sizes, limit) if graph.decode_sizes else default_decode_sizes(limit)
+        sizes = self._decode_sizes()
         variants = tuple(variant for variant in ForwardVariant if variant is not ForwardVariant.HIDDEN)
         is_lazy = graph.capture is CapturePolicy.LAZY
         if self.device.type == "cpu" and graph.decode_graph not in (GraphBackend.AUTO, GraphBackend.RECORDING):
             # Filters look at their rows' parameters on the host there, which cannot be traced: sampled after the graph.
             variants = (ForwardVariant.GREEDY, ForwardVariant.LOGITS)
         if graph.decode_graph is GraphBackend.INDUCTOR:
+            limit = self.limits.max_num_seqs
             return CPUGraphRunner(context, backend, account, sizes, max_reqs=limit, variants=variants, is_lazy=is_lazy)
-        return DecodeCudaGraphRunner(context, backend, account, sizes, variants=variants, is_lazy=is_lazy)
+        return DecodeCudaGraphRunner(
+            context, backend, account, sizes, variants=variants, is_lazy=is_lazy, is_poisoning=graph.poison_outputs
+        )
+
+    def _decode_sizes(self) -> tuple[int, ...]:
+        """The user's list as given; else the default one, short where a size costs seconds to record."""
+        graph, limit = self.config.graph, self.limits.max_num_seqs
+        if graph.decode_sizes:
+            return user_sizes(graph.decode_sizes, limit)
+        is_cheap = self.device.type == "cuda" or graph.decode_graph in (GraphBackend.AUTO, GraphBackend.RECORDING)
+        return default_decode_sizes(limit if is_cheap else min(limit, _MAX_COMPILED_CPU_SIZE))
 
     def _prefill_runner(
         self, context: RunnerContext, account: GraphAccount, eager: BaseRunner, attention: AttentionBackend
@@ -212,12 +225,13 @@ def _execution_backend(
     return create_execution_backend(wanted, device)
 
 
-def _capture(runner: ModelRunner, device: torch.device) -> None:
-    """Record under a progress bar (on a terminal, and where it takes long enough to be seen)."""
+def _capture(runner: ModelRunner) -> None:
+    """Record under a progress bar on stderr, when that is a terminal."""
+    from rich.console import Console
     from rich.progress import Progress
 
-    is_shown = device.type == "cuda" and sys.stderr.isatty()
-    with Progress(transient=True, disable=not is_shown) as progress:
+    console = Console(stderr=True)
+    with Progress(transient=True, disable=not console.is_terminal, console=console) as progress:
         task = progress.add_task("capturing", total=None)
         runner.capture(lambda name, done, total: progress.update(task, description=name, completed=done, total=total))
 

@@ -139,10 +139,14 @@ class LLM:
 
     def _drain(self, num_requests: int, is_shown: bool) -> Iterator[RequestOutput]:
         """Step until everything admitted has ended, under a progress bar."""
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, disable=not is_shown, transient=True) as progress:
+        console = Console(stderr=True)
+        with Progress(
+            *columns, disable=not (is_shown and console.is_terminal), transient=True, console=console
+        ) as progress:
             task = progress.add_task("generating", total=num_requests)
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():

@@ -65,8 +65,10 @@ def resolve_source(
     Raises:
         ModelLoadError: one line that names the path and what is wrong with it.
     """
-    if name is None or name in ("", "default"):
+    if name is None or name == "default":
         return _dummy_or(load_format, ModelSource(EMBEDDED_NAME, SourceKind.GGUF, *_embedded_file(), is_embedded=True))
+    if not name.strip():
+        raise ModelLoadError("the model's name is empty: name one, or leave it out for the embedded model")
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix in _PICKLE_ENDINGS or path.suffix == ".safetensors":

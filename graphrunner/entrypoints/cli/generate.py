@@ -64,14 +64,15 @@ def generate(
         given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
         if not chat:
             typer.echo(text, nl=False)
-        num_tokens = 0
+        num_tokens, ended_by = 0, ""
         start_s = time.perf_counter()
         for output in llm.stream(given, params):
             num_tokens += len(output.outputs[0].token_ids)
+            ended_by = output.outputs[0].finish_reason or ""
             typer.echo(output.outputs[0].text, nl=False)
         typer.echo()
         if stats:
-            typer.echo(_summary(num_tokens, time.perf_counter() - start_s, llm.steps), err=True)
+            typer.echo(_summary(num_tokens, ended_by, time.perf_counter() - start_s, llm.steps), err=True)
             typer.echo(_compiled(llm.graph_report()), err=True)
         if trace is not None:
             llm.engine.step_trace.write_chrome_trace(trace)
@@ -87,9 +88,9 @@ def _compiled(report: GraphReport) -> str:
     return f"[compiled: {num_libraries_built()} kernel library, {num_graphs} graphs; the next start finds them on disk]"
 
 
-def _summary(num_tokens: int, duration_s: float, steps: list[StepRecord]) -> str:
+def _summary(num_tokens: int, ended_by: str, duration_s: float, steps: list[StepRecord]) -> str:
     num_graph = sum(step.is_graph for step in steps)
     coverage = num_graph / len(steps) if steps else 0.0
     speed = num_tokens / duration_s if duration_s > 0 else 0.0
     graphs = f"{coverage:.0%} of {len(steps)} steps ran a graph"
-    return f"[{num_tokens} tokens in {duration_s:.2f} s, {speed:.1f} tokens/s; {graphs}]"
+    return f"[{num_tokens} tokens, ended by {ended_by}, in {duration_s:.2f} s, {speed:.1f} tokens/s; {graphs}]"

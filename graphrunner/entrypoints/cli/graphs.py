@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from graphrunner.runner.graph_account import GraphReport
 
 MIB = 1 << 20
+MIN_SHOWN_MS = 0.5
+"""Keys that cost less and never ran are counted, not listed."""
 
 
 def graphs(
@@ -51,7 +53,8 @@ def show(title: str, report: GraphReport) -> None:
     table = Table(
         "runner", "key", "nodes", "capture ms", "MiB", "replays", "padding", title=title, title_justify="left"
     )
-    for row in report.keys:
+    shown = [row for row in report.keys if row.num_replays or row.stats.capture_ms >= MIN_SHOWN_MS]
+    for row in shown:
         share = f"{row.padding_share:.0%}" if row.num_replays else ""
         nodes = str(row.stats.num_nodes) if row.stats.num_nodes else ""
         cost = f"{row.stats.capture_ms:.1f}{' (from cache)' if row.stats.is_cached else ''}"
@@ -60,6 +63,10 @@ def show(title: str, report: GraphReport) -> None:
     total_ms = sum(row.stats.capture_ms for row in report.keys)
     total_mib = sum(row.stats.memory_bytes for row in report.keys) / MIB
     num_replays = sum(row.num_replays for row in report.keys)
+    if len(shown) < len(report.keys):
+        hidden = [row.key.num_tokens for row in report.keys if row not in shown]
+        sizes = f"{min(hidden)}t to {max(hidden)}t"
+        table.add_row(f"{len(hidden)} more, unused", sizes, "", "0.0", "", "0", "")
     table.add_section()
     table.add_row("all", f"{len(report.keys)} keys", "", f"{total_ms:.1f}", f"{total_mib:.1f}", str(num_replays), "")
     console.print(table)

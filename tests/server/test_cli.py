@@ -96,7 +96,9 @@ def test_generate(run: Any) -> None:
     )
     assert result.exit_code == 0, result.output
     assert (
-        result.stdout == "Sayone two three\n" and "3 tokens in" in result.stderr and "100% of 1 steps" in result.stderr
+        result.stdout == "Sayone two three\n"
+        and "3 tokens, ended by stop" in result.stderr
+        and "100% of 1 steps" in result.stderr
     )
     llm = FakeLLM.made[0]
     assert llm.options == {"max_num_seqs": 2} and llm.is_closed

@@ -12,11 +12,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphrunner"
 
 
-def is_offline() -> bool:
-    """Whether the user told the hub client to stay off the network."""
-    return os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-
-
 def log_level() -> str:
     """GRAPHRUNNER_LOG: debug, info, warning (default) or error."""
     return os.environ.get("GRAPHRUNNER_LOG", "warning").lower()

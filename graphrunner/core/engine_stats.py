@@ -14,6 +14,7 @@ class EngineStats:
         num_running, num_waiting: requests with and without pages.
         num_used_pages, num_pages: KV pages owned by live requests, and all that can be handed out.
         tokens_per_s: output tokens over the last seconds.
+        num_preemptions: requests that gave their pages back so far.
         graph_coverage: share of the last steps that replayed a graph, 0 to 1.
     """
 
@@ -24,3 +25,4 @@ class EngineStats:
     num_pages: int = 0
     tokens_per_s: float = 0.0
     graph_coverage: float = 0.0
+    num_preemptions: int = 0

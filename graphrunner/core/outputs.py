@@ -69,7 +69,6 @@ class GenerationBatchResult:
         miss_reason: why no graph ran; None when one did.
         logprobs: per request, the sampled token's logprobs; None where not asked.
         prompt_logprobs: per request, (first position, entries) for the prompt tokens computed in this step.
-        pooled: per request, hidden state rows for embedding requests.
     """
 
     tokens: TokenHandle
@@ -79,7 +78,6 @@ class GenerationBatchResult:
     miss_reason: GraphMiss | None = None
     logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: Sequence[tuple[int, tuple[TokenLogprobs, ...]] | None] = ()
-    pooled: tuple[tuple[float, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,6 @@ class EngineOutput:
         logprobs: one entry a new token when asked for.
         prompt_logprobs: entries of newly computed prompt positions, from position `prompt_logprobs_start`.
         finish_reason, stop_reason: set on the last output of the request.
-        pooled: the embedding, for pooling requests.
         error: what went wrong, when finish_reason is ERROR.
     """
 
@@ -124,7 +121,6 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    pooled: tuple[float, ...] | None = None
     error: str | None = None
 
 

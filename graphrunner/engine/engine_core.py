@@ -120,7 +120,6 @@ def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) ->
         finish_reason=update.finish_reason,
         stop_reason=update.stop_reason,
         num_cached_tokens=update.num_cached_tokens,
-        pooled=result.pooled[index] if result.pooled else None,
     )
 
 

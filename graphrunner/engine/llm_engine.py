@@ -136,6 +136,7 @@ class LLMEngine:
             num_pages=queue.num_used_pages + queue.num_free_pages + queue.num_evictable_pages,
             tokens_per_s=_tokens_per_s(steps),
             graph_coverage=num_graph / len(steps) if steps else 0.0,
+            num_preemptions=queue.num_preemptions,
         )
 
     def close(self) -> None:

@@ -68,7 +68,6 @@ class ModelRunner:
             miss_reason=selected.miss,
             logprobs=sampled.logprobs,
             prompt_logprobs=sampled.prompt_logprobs,
-            pooled=_pooled(output.hidden_states, batch) if batch.needs_hidden_states else (),
         )
 
     def capture(self, on_progress: OnCapture = lambda name, done, total: None) -> None:
@@ -99,11 +98,3 @@ class ModelRunner:
         if rows:
             token_ids = sampled.token_ids
             self.request_table.store_tokens(torch.tensor(rows, dtype=torch.int32, device=token_ids.device), token_ids)
-
-
-def _pooled(hidden_states: torch.Tensor | None, batch: ScheduledBatch) -> tuple[tuple[float, ...] | None, ...]:
-    """The last hidden state of each request whose prompt ends in this step. Sync: copies to the host."""
-    assert hidden_states is not None
-    ends = torch.tensor(batch.query_lens).cumsum(0) - 1
-    rows = hidden_states.index_select(0, ends.to(hidden_states.device)).float().cpu().tolist()
-    return tuple(tuple(row) if samples else None for row, samples in zip(rows, batch.samples, strict=True))

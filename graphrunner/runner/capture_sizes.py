@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
+from graphrunner.core.scheduled_batch import ScheduledBatch
+
 MAX_DECODE_SIZE = 512
 MAX_PADDING_FACTOR = 2
 
@@ -14,12 +17,6 @@ def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SI
     top = min(max_num_seqs, largest_allowed)
     sizes = {1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, MAX_DECODE_SIZE + 1, 16), top}
     return tuple(sorted(size for size in sizes if size <= top))
-
-
-def default_cpu_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Every size to 16, by 2 to 32, by 4 to 80, by 8 above: on a CPU a row of padding costs what a real one does."""
-    sizes = {*range(1, 17), *range(18, 33, 2), *range(36, 81, 4), *range(88, max_num_seqs + 1, 8), max_num_seqs}
-    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
 def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
@@ -33,6 +30,18 @@ def user_sizes(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     """A user's list as given, sorted, without sizes above what can ever run."""
     kept = sorted({size for size in sizes if size <= limit})
     return tuple(kept) or (limit,)
+
+
+def prefill_miss_reason(batch: ScheduledBatch, sizes: Sequence[int], max_reqs: int) -> GraphMiss | None:
+    """Why no token bucket takes a prefill or mixed step; None when one does."""
+    if batch.num_reqs > max_reqs:
+        return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, max_reqs)
+    size = bucket_for(batch.num_tokens, sizes)
+    if size is None:
+        return GraphMiss(GraphMissReason.NUM_TOKENS, batch.num_tokens, sizes[-1])
+    if size > MAX_PADDING_FACTOR * batch.num_tokens:
+        return GraphMiss(GraphMissReason.PADDING, size, MAX_PADDING_FACTOR * batch.num_tokens)
+    return None
 
 
 def bucket_for(count: int, sizes: Sequence[int]) -> int | None:

@@ -19,7 +19,7 @@ from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
-from graphrunner.runner.capture_sizes import MAX_PADDING_FACTOR, bucket_for
+from graphrunner.runner.capture_sizes import bucket_for, prefill_miss_reason
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
@@ -92,14 +92,7 @@ class CPUGraphRunner(BaseGraphRunner):
             if batch.num_reqs > self.sizes[-1]:
                 return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self.sizes[-1])
             return None
-        if batch.num_reqs > self._max_reqs:
-            return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self._max_reqs)
-        size = bucket_for(batch.num_tokens, self.prefill_sizes)
-        if size is None:
-            return GraphMiss(GraphMissReason.NUM_TOKENS, batch.num_tokens, self.prefill_sizes[-1])
-        if size > MAX_PADDING_FACTOR * batch.num_tokens:
-            return GraphMiss(GraphMissReason.PADDING, size, MAX_PADDING_FACTOR * batch.num_tokens)
-        return None
+        return prefill_miss_reason(batch, self.prefill_sizes, self._max_reqs)
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
         """Write everything the forward reads. See `BaseRunner.load_batch`."""

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from graphrunner.attention.backend import GraphSupport
 from graphrunner.core.forward_batch import ForwardBatch
-from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
+from graphrunner.core.graph_miss import GraphMiss
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
-from graphrunner.runner.capture_sizes import MAX_PADDING_FACTOR, bucket_for
+from graphrunner.runner.capture_sizes import bucket_for, prefill_miss_reason
 from graphrunner.runner.gather_rows import DerivedBuffers, gather_tokens, make_derived
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
@@ -59,14 +59,7 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
 
     def shape_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
         """See `BaseGraphRunner.shape_miss_reason`."""
-        if batch.num_reqs > self._max_reqs:
-            return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self._max_reqs)
-        size = bucket_for(batch.num_tokens, self.sizes)
-        if size is None:
-            return GraphMiss(GraphMissReason.NUM_TOKENS, batch.num_tokens, self.sizes[-1])
-        if size > MAX_PADDING_FACTOR * batch.num_tokens:
-            return GraphMiss(GraphMissReason.PADDING, size, MAX_PADDING_FACTOR * batch.num_tokens)
-        return None
+        return prefill_miss_reason(batch, self.sizes, self._max_reqs)
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
         """Fill every static buffer, padded to the bucket. See `BaseRunner.load_batch`."""

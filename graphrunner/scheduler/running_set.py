@@ -51,11 +51,6 @@ class RunningSet:
         return chain(self.prefilling, self.decoding, self.draining)
 
     @property
-    def has_free_row(self) -> bool:
-        """Whether one more request could run."""
-        return bool(self._free_rows)
-
-    @property
     def num_available_pages(self) -> int:
         """Pages that are free or can be made so without preempting anyone."""
         return self._allocator.num_free + self._prefix_cache.num_evictable

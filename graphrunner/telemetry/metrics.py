@@ -44,6 +44,7 @@ class EngineMetrics:
             "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
         )
         self._finished = Counter("graphrunner_requests_finished", "Ended sequences", ["reason"], registry=registry)
+        self._num_preemptions_seen = 0
         self._preemptions = Counter("graphrunner_preemptions", "Requests that lost their pages", registry=registry)
         self._running = Gauge("graphrunner_requests_running", "Requests with pages", registry=registry)
         self._waiting = Gauge("graphrunner_requests_waiting", "Requests without pages", registry=registry)
@@ -78,10 +79,6 @@ class EngineMetrics:
         """Count an ended sequence: stop, length, abort or error."""
         self._finished.labels(reason).inc()
 
-    def add_preemptions(self, count: int) -> None:
-        """Count requests that gave their pages back to be computed again later."""
-        self._preemptions.inc(count)
-
     def text(self, stats: EngineStats | None = None) -> bytes:
         """The exposition format, with the gauges of `stats`."""
         if stats is not None:
@@ -89,4 +86,6 @@ class EngineMetrics:
             self._waiting.set(stats.num_waiting)
             self._used_pages.set(stats.num_used_pages)
             self._pages.set(stats.num_pages)
+            self._preemptions.inc(stats.num_preemptions - self._num_preemptions_seen)
+            self._num_preemptions_seen = stats.num_preemptions
         return generate_latest(self.registry)

@@ -99,8 +99,3 @@ def _read_header(path: Path) -> Iterator[SafetensorsEntry]:
             yield SafetensorsEntry(name, path, tuple(record["shape"]), record["dtype"], last - first)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ModelLoadError(f"{path}: corrupt or truncated safetensors file: {error}") from error
-
-
-def is_float(entry: SafetensorsEntry) -> bool:
-    """Whether the entry holds plain floating point weights (not a packed or quantized format)."""
-    return entry.dtype in _FLOATS

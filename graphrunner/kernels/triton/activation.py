@@ -45,16 +45,6 @@ def gate_mul(gate_up: Tensor, is_gelu: bool) -> Tensor:
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; see gate_mul."""
-    return gate_mul(gate_up, is_gelu=False)
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up; see gate_mul."""
-    return gate_mul(gate_up, is_gelu=True)
-
-
 @triton.jit
 def _embedding_kernel(ids_ptr, table_ptr, out_ptr, V, K, scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)

@@ -4,18 +4,12 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH = (9, 0)
 _FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 _INTERPRETED_NUM_MULTIPROCESSORS = 2  # small, so that persistent loops take several turns in the tests
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 @functools.lru_cache(maxsize=16)

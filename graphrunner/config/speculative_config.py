@@ -1,0 +1,62 @@
+"""Settings of speculative decoding; names as in vLLM."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from graphrunner.core.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made and how many are verified.
+
+    A field's help text stands under it; the command line and docs/speculative.md print it.
+    """
+
+    method: str = "ngram"
+    """A name of `graphrunner.speculative.registry`, or the import path of a module with `create_proposer`."""
+    num_speculative_tokens: int = 4
+    """Most draft tokens a request and round, 1 to 16."""
+    model: str | None = None
+    """Hub id, folder or file of the draft; None takes the one shipped for the target, where the method has one."""
+    prompt_lookup_min: int = 2
+    """ngram: fewest tokens that must repeat before what followed them is proposed."""
+    prompt_lookup_max: int = 5
+    """ngram: most tokens that are compared; the longest repeat wins."""
+    adaptive: bool = True
+    """Verify fewer drafts, or none, where measured step times and recent acceptance say that more would cost time."""
+    disable_by_batch_size: int | None = None
+    """Propose nothing while at least this many requests decode; None leaves it to `adaptive`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            _check_int(name, getattr(self, name), 1, MAX_SPECULATIVE_TOKENS)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            problem = f"must not exceed prompt_lookup_max={self.prompt_lookup_max}"
+            raise ConfigError("speculative_config.prompt_lookup_min", self.prompt_lookup_min, problem)
+        if not isinstance(self.method, str) or not self.method:
+            raise ConfigError("speculative_config.method", self.method, "must be a name, as ngram")
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError("speculative_config.model", self.model, "must be a hub id or a path")
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError("speculative_config.adaptive", self.adaptive, "must be true or false")
+        if self.disable_by_batch_size is not None:
+            _check_int("disable_by_batch_size", self.disable_by_batch_size, 1, 1 << 31)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, object]) -> "SpeculativeConfig":
+        """From `speculative_config={...}`. Raises ConfigError, which names the field."""
+        if not isinstance(given, Mapping):
+            raise ConfigError("speculative_config", given, "must be a mapping, as {'method': 'ngram'}")
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(f"speculative_config.{name}", value, f"unknown; known: {', '.join(known)}")
+        return cls(**given)  # type: ignore[arg-type]
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"speculative_config.{name}", value, f"must be an integer from {low} to {high}")

@@ -5,6 +5,7 @@ GraphRunnerError
 |-- ModelLoadError                   a model that cannot be found, read or fitted
 |-- InvalidRequestError(ValueError)  a request refused at the door; names the field and the value
 |-- CaptureError                     one shape could not be recorded; the engine serves it eagerly
+|-- EmbeddingFailedError             a step broke, or the model gave a vector without a direction
 |-- OutOfPagesError                  the page allocator was asked for more than it has
 `-- EngineDeadError                  the engine core stopped; carries its reason
 """
@@ -42,6 +43,10 @@ class ModelLoadError(GraphRunnerError):
 
 class CaptureError(GraphRunnerError):
     """Recording one shape failed; the message names the key."""
+
+
+class EmbeddingFailedError(GraphRunnerError):
+    """An embedding request ended without a usable vector; the message names it and the cause."""
 
 
 class OutOfPagesError(GraphRunnerError):

@@ -69,6 +69,7 @@ class GenerationBatchResult:
         miss_reason: why no graph ran; None when one did.
         logprobs: per request, the sampled token's logprobs; None where not asked.
         prompt_logprobs: per request, (first position, entries) for the prompt tokens computed in this step.
+        embeddings: per request, the pooled hidden states of a prompt that ended in this step; empty when none did.
     """
 
     tokens: TokenHandle
@@ -78,6 +79,7 @@ class GenerationBatchResult:
     miss_reason: GraphMiss | None = None
     logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: Sequence[tuple[int, tuple[TokenLogprobs, ...]] | None] = ()
+    embeddings: Sequence[tuple[float, ...] | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class EngineOutput:
         prompt_logprobs: entries of newly computed prompt positions, from position `prompt_logprobs_start`.
         finish_reason, stop_reason: set on the last output of the request.
         error: what went wrong, when finish_reason is ERROR.
+        embedding: the pooled hidden states of an embedding request, on its last output.
     """
 
     request_id: str
@@ -122,6 +125,7 @@ class EngineOutput:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -148,7 +152,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and everything generated for it so far."""
+    """A prompt and everything generated for it so far; of an embedding request, its vector in place of text."""
 
     request_id: str
     prompt: str | None
@@ -157,3 +161,21 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    embedding: tuple[float, ...] | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A prompt as a vector."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for a prompt, named as in vLLM."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.sampling_params import SamplingParams
 
 
@@ -44,7 +45,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
         row: its row in the request table while it runs; 0 otherwise.
         stop_reason: the stop string or id that ended it.
-        wants_pooling: an embedding request: no token is sampled, hidden states come back.
+        pooling: an embedding request: no token is sampled, its hidden states come back as one vector.
         resolved_len: tokens whose KV was written by a step whose result is in; only these may be shared.
         arrival_index: order of admission.
         queued_step: step at which it was admitted; its age for the fairness policy.
@@ -61,7 +62,7 @@ class Request:
     seed: int = 0
     priority: int = 0
     arrival_s: float = 0.0
-    wants_pooling: bool = False
+    pooling: Pooling | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -78,6 +79,11 @@ class Request:
     preempted_step: int = -1
     decode_until: int = 0
     stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def wants_pooling(self) -> bool:
+        """Whether it is an embedding request."""
+        return self.pooling is not None
 
     @property
     def num_prompt_tokens(self) -> int:

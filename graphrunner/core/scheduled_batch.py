@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.shape_key import ForwardMode
 
@@ -26,6 +27,7 @@ class RowInit:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]  # not empty after preemption
     pages: tuple[int, ...]  # every page the request owns at this point, in order
+    pooling: Pooling | None = None  # an embedding request
 
 
 @dataclass(frozen=True, slots=True)

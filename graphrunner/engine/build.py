@@ -38,6 +38,7 @@ from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.sampling.pooler import Pooler
 from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.scheduler.scheduler import Scheduler
@@ -144,6 +145,7 @@ class _Parts:
             eager_runner=eager,
             request_table=table,
             sampler=sampler,
+            pooler=Pooler(self.model.final_norm),
             account=account,
             eos_token_ids=eos,
         )

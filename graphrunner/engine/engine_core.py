@@ -120,6 +120,7 @@ def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) ->
         finish_reason=update.finish_reason,
         stop_reason=update.stop_reason,
         num_cached_tokens=update.num_cached_tokens,
+        embedding=result.embeddings[index] if result.embeddings else None,
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import RequestOutput, StepRecord
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason, Request
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.engine_core import EngineCore
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from graphrunner.tokenizer.tokenizer import Tokenizer
 
 _NUM_SHOWN_STEPS = 300
+_EMBEDDING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # nothing is sampled
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -102,6 +104,35 @@ class LLMEngine:
             self._processor.remove_request(request_id)
             raise
 
+    def add_embedding_request(
+        self, request_id: str, prompt: Prompt, pooling: Pooling = Pooling.MEAN, *, priority: int = 0
+    ) -> None:
+        """Admit a prompt that becomes a vector; its one output has `embedding`, not normalised.
+
+        It is scheduled like any prompt: in chunks, beside requests that decode. It may fill the whole context.
+
+        Raises:
+            InvalidRequestError: names the field and the value; nothing of the request stays behind.
+        """
+        text, token_ids = self.encode_prompt(prompt)
+        self._check_ids(token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=_EMBEDDING_PARAMS,
+            max_new_tokens=1,
+            priority=priority,
+            arrival_s=time.monotonic(),
+            pooling=pooling,
+        )
+        kind = RequestOutputKind.FINAL_ONLY
+        self._processor.add_request(request_id, text, list(token_ids), _EMBEDDING_PARAMS, kind, None)
+        try:
+            self.core.add_request(request)
+        except Exception:
+            self._processor.remove_request(request_id)
+            raise
+
     def abort_request(self, request_id: str) -> bool:
         """Stop a request; whether it was live. No further output of it appears. Idempotent."""
         child_ids = self._processor.remove_request(request_id)
@@ -167,11 +198,7 @@ class LLMEngine:
         return text, ids
 
     def _check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidRequestError("prompt", token_id, "token ids must be integers")
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError("prompt", token_id, f"token ids go from 0 to {self.vocab_size - 1}")
+        self._check_ids(token_ids)
         if len(token_ids) >= self.max_model_len:
             problem = f"the context limit max_model_len={self.max_model_len} leaves no room for an output token"
             raise InvalidRequestError("prompt", f"{len(token_ids)} tokens", problem)
@@ -182,6 +209,13 @@ class LLMEngine:
             self._structured.compile(params.structured_output).result()  # a bad grammar is refused here
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop", params.stop, "the engine has no tokenizer")
+
+    def _check_ids(self, token_ids: tuple[int, ...]) -> None:
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError("prompt", token_id, "token ids must be integers")
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError("prompt", token_id, f"token ids go from 0 to {self.vocab_size - 1}")
 
     def _children(
         self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from graphrunner.core.outputs import GenerationBatchResult
+from graphrunner.core.outputs import GenerationBatchResult, ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.runner.base_graph_runner import BaseGraphRunner, OnCapture
 from graphrunner.runner.base_runner import BaseRunner
 from graphrunner.runner.graph_account import GraphAccount, GraphReport
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.select_runner import select_runner
+from graphrunner.sampling.pooler import Pooler
 from graphrunner.sampling.sampled_tokens import SampledTokens
 from graphrunner.sampling.sampler import Sampler
 
@@ -23,6 +26,7 @@ class ModelRunner:
         eager_runner: takes what they refuse.
         request_table: device rows.
         sampler: picks tokens when the forward did not.
+        pooler: makes the vectors of embedding requests.
         eos_token_ids: what min_tokens holds back.
     """
 
@@ -34,6 +38,7 @@ class ModelRunner:
         eager_runner: BaseRunner,
         request_table: RequestTable,
         sampler: Sampler,
+        pooler: Pooler,
         account: GraphAccount,
         eos_token_ids: frozenset[int],
     ) -> None:
@@ -42,6 +47,7 @@ class ModelRunner:
         self.eager_runner = eager_runner
         self.request_table = request_table
         self.sampler = sampler
+        self._pooler = pooler
         self._account = account
         self._eos_token_ids = eos_token_ids
         self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
@@ -52,6 +58,7 @@ class ModelRunner:
         self._capture_pending()
         self.request_table.apply(batch)
         self.sampler.apply(batch, self._eos_token_ids)
+        self._pooler.apply(batch)
         selected = select_runner(self._runners, batch, self.eager_runner)
         loaded = selected.runner.load_batch(batch)
         output = selected.runner.execute(loaded)
@@ -68,6 +75,7 @@ class ModelRunner:
             miss_reason=selected.miss,
             logprobs=sampled.logprobs,
             prompt_logprobs=sampled.prompt_logprobs,
+            embeddings=self._embeddings(output, batch),
         )
 
     def capture(self, on_progress: OnCapture = lambda name, done, total: None) -> None:
@@ -91,6 +99,12 @@ class ModelRunner:
         for runner in self._runners:
             if isinstance(runner, BaseGraphRunner):
                 runner.capture_pending()
+
+    def _embeddings(self, output: ModelOutput, batch: ScheduledBatch) -> Sequence[tuple[float, ...] | None]:
+        if not batch.needs_hidden_states:
+            return ()
+        assert output.hidden_states is not None, "every runner but the eager one refuses such a batch"
+        return self._pooler.pool(output.hidden_states, batch)
 
     def _store_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
         """Make the sampled tokens the rows' last ones, where the forward did not do so itself."""

@@ -62,6 +62,7 @@ class _State:
     sequences: list[_Sequence]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    embedding: tuple[float, ...] | None = None
     num_unfinished: int = field(default=0)
 
 
@@ -146,6 +147,7 @@ class OutputProcessor:
     def _take(self, state: _State, sequence: _Sequence, output: EngineOutput) -> bool:
         """Add an output to its sequence; whether a stop string ended it."""
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        state.embedding = output.embedding
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             for offset, scored in enumerate(output.prompt_logprobs):
                 state.prompt_logprobs[output.prompt_logprobs_start + offset] = _named(scored, state.tokenizer)
@@ -183,6 +185,7 @@ class OutputProcessor:
             finished=state.num_unfinished == 0,
             num_cached_tokens=state.num_cached_tokens,
             prompt_logprobs=state.prompt_logprobs,
+            embedding=state.embedding,
         )
 
 

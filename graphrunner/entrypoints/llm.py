@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from graphrunner.config.options import engine_config_from_options
-from graphrunner.core.errors import InvalidRequestError
-from graphrunner.core.outputs import RequestOutput, StepRecord
+from graphrunner.core.errors import EmbeddingFailedError, InvalidRequestError
+from graphrunner.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StepRecord
+from graphrunner.core.pooling import Pooling, unit_vector
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.build import build_engine
 from graphrunner.engine.llm_engine import Prompt
@@ -54,16 +55,42 @@ class LLM:
         """
         batch = _as_list(prompts)
         params = _one_each(sampling_params, len(batch))
-        request_ids = [next(self._ids) for _ in batch]
+
+        def admit(index: int, request_id: str) -> None:
+            kind = RequestOutputKind.FINAL_ONLY
+            self.engine.add_request(request_id, batch[index], params[index], output_kind=kind)
+
+        return self._run(len(batch), admit, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for every prompt: its hidden states after the model's final norm, pooled.
+
+        Args:
+            prompts: as for `generate`; a prompt may fill the whole context.
+            pooling: "mean" of all tokens, or the "last" one.
+            normalize: scale to length 1.
+
+        Raises:
+            InvalidRequestError: a prompt, or `pooling`; nothing of the call has run then.
+            EmbeddingFailedError: the model gave no usable vector.
+        """
+        batch = _as_list(prompts)
         try:
-            for request_id, prompt, each in zip(request_ids, batch, params, strict=True):
-                self.engine.add_request(request_id, prompt, each, output_kind=RequestOutputKind.FINAL_ONLY)
-            finished = {output.request_id: output for output in self._drain(len(batch), use_tqdm)}
-        except BaseException:
-            for request_id in request_ids:
-                self.engine.abort_request(request_id)
-            raise
-        return [finished[request_id] for request_id in request_ids]
+            kind = Pooling(pooling)
+        except ValueError:
+            raise InvalidRequestError("pooling", pooling, "must be mean or last") from None
+
+        def admit(index: int, request_id: str) -> None:
+            self.engine.add_embedding_request(request_id, batch[index], kind)
+
+        return [_embedded(output, normalize) for output in self._run(len(batch), admit, use_tqdm)]
 
     def chat(
         self,
@@ -137,6 +164,19 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _run(self, num_requests: int, admit: Callable[[int, str], None], is_shown: bool) -> list[RequestOutput]:
+        """Admit requests by index and step until all have ended; nothing of them stays behind when one is refused."""
+        request_ids = [next(self._ids) for _ in range(num_requests)]
+        try:
+            for index, request_id in enumerate(request_ids):
+                admit(index, request_id)
+            finished = {output.request_id: output for output in self._drain(num_requests, is_shown)}
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
     def _drain(self, num_requests: int, is_shown: bool) -> Iterator[RequestOutput]:
         """Step until everything admitted has ended, under a progress bar."""
         from rich.console import Console
@@ -153,6 +193,17 @@ class LLM:
                     if output.finished:
                         progress.advance(task)
                         yield output
+
+
+def _embedded(output: RequestOutput, is_normalized: bool) -> EmbeddingRequestOutput:
+    """A finished embedding request as the caller sees it."""
+    raw = output.embedding
+    if raw is None:
+        raise EmbeddingFailedError(f"{output.request_id}: {output.outputs[0].stop_reason}")
+    vector = unit_vector(raw) if is_normalized else list(raw)
+    if vector is None:
+        raise EmbeddingFailedError(f"{output.request_id}: the model gave a vector without a direction")
+    return EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, EmbeddingOutput(vector))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

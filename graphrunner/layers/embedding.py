@@ -105,6 +105,10 @@ class LMHead(nn.Module):
         self.packed.data.copy_(fresh.data)
         self.packed.scale.copy_(fresh.scale)
 
+    def normed(self, rows: Tensor) -> Tensor:
+        """The final norm alone: [rows, hidden_size], same dtype."""
+        return ops.norm(rows, self.norm.weight, self.norm.eps)
+
     def forward(self, rows: Tensor) -> Tensor:
         logits = ops.norm_linear(rows, self.norm.weight, self.norm.eps, self.packed, None).float()
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -71,6 +71,15 @@ def norm_residual(x: Tensor, norm_weight: Tensor, eps: float, residual: Tensor) 
     return residual + reference.rms_norm(x, norm_weight, eps)
 
 
+def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(x), memory of its own. [T, K] -> [T, K]."""
+    if x.device.type == "cpu":
+        return cpu_ops.rms_norm(x, norm_weight, eps)
+    if x.is_cuda:
+        return _gpu_kernels().rms_norm(x, norm_weight, eps)
+    return reference.rms_norm(x, norm_weight, eps)
+
+
 def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """act(gate) * up where the projection had a bias and could not be fused. [T, 2N] -> [T, N]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -115,6 +115,10 @@ class CausalLM(nn.Module):
         """Final norm, head and soft cap: model dtype [rows, hidden_size] -> float32 [rows, vocab_size]."""
         return self.head(hidden_rows)
 
+    def final_norm(self, hidden_rows: Tensor) -> Tensor:
+        """What the head sees: model dtype [rows, hidden_size] -> the same."""
+        return self.head.normed(hidden_rows)
+
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor the checkpoint must have."""
         yield from self.embed_tokens.weight_slots()

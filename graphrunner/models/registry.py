@@ -57,6 +57,9 @@ class LanguageModel(Protocol):
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
 
+    def final_norm(self, hidden_rows: Tensor) -> Tensor:
+        """See `CausalLM.final_norm`."""
+
 
 def native_model_class(architecture: str) -> type[CausalLM] | None:
     """The class of an architecture, imported now; None when the transformers fallback must serve it."""

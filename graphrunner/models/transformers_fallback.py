@@ -204,6 +204,10 @@ class TransformersCausalLM(nn.Module):
         with self.relay.answering(hidden_rows.unsqueeze(0)):
             return self.causal_lm(input_ids=ids, use_cache=False).logits[0].float()
 
+    def final_norm(self, hidden_rows: Tensor) -> Tensor:
+        """The rows as they are: `forward` applied the norm."""
+        return hidden_rows
+
     @torch.inference_mode()
     def _probe(self) -> KVSpec:
         """Run one token and see what each layer attends with."""

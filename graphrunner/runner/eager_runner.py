@@ -67,17 +67,18 @@ class EagerRunner(BaseRunner):
         )
         wants_hidden = batch.needs_all_logits or batch.needs_hidden_states
         key = ShapeKey(num_tokens, num_reqs, ForwardVariant.HIDDEN if wants_hidden else ForwardVariant.LOGITS)
-        return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens)
+        return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens, batch.needs_all_logits)
 
     def execute(self, loaded: LoadedBatch) -> ModelOutput:
-        """Call the forward. Logits are of one row a request, or of every token under HIDDEN."""
+        """Call the forward. Logits are of one row a request, or of every token when all are needed."""
         batch = loaded.batch
         output = self._context.forward(batch, loaded.key.variant)
         self._context.table.store_lengths(batch.request_rows, batch.seq_lens)
         if loaded.key.variant is ForwardVariant.HIDDEN:
             assert output.hidden_states is not None
-            logits = self._context.tail(output.hidden_states).logits
-            return ModelOutput(logits=logits, hidden_states=output.hidden_states)
+            hidden = output.hidden_states
+            rows = hidden if loaded.needs_all_logits else hidden.index_select(0, batch.logits_indices)
+            return ModelOutput(logits=self._context.tail(rows).logits, hidden_states=hidden)
         return output
 
     def _buffers_for(self, num_tokens: int, num_reqs: int) -> StaticBuffers:

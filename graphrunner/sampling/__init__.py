@@ -1,3 +1,3 @@
-"""Owns: sampler, penalties, logprobs, structured output, rejection.
+"""Owns: sampler, penalties, logprobs, structured output, rejection, pooling.
 May import: kernels, device, config, core.
 Must not contain: models, runners."""

@@ -115,6 +115,7 @@ def row_init_of(request: Request) -> RowInit:
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=tuple(request.output_token_ids),
         pages=tuple(request.pages),
+        pooling=request.pooling,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import CompletionOutput, Logprob, RequestOutput
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.output_processor import RequestOutputKind
 from graphrunner.tokenizer.stop import StopMatcher
@@ -60,6 +61,7 @@ class _Live:
     num_done: int = 0
     ended: dict[int, str] = field(default_factory=dict)
     matchers: dict[int, StopMatcher] = field(default_factory=dict)
+    pooling: Pooling | None = None
 
 
 class FakeEngine:
@@ -111,8 +113,10 @@ class FakeEngine:
             self.aborted.append(request_id)
         return is_live
 
-    def embed(self, prompt_token_ids: Sequence[int], pooling: str) -> list[float]:
-        return [float(len(prompt_token_ids)), 3.0 if pooling == "mean" else 4.0]
+    def add_embedding_request(self, request_id: str, prompt: Sequence[int], pooling: Pooling, *, priority: int) -> None:
+        """The vector of a prompt is its length and 3 (mean) or 4 (last); that of "nothing" is lost."""
+        self.live[request_id] = _Live(request_id, list(prompt), SamplingParams(), 1, pooling=pooling)
+        self.priorities.append(priority)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.live)
@@ -135,6 +139,13 @@ class FakeEngine:
         return outputs
 
     def _advance(self, live: _Live) -> RequestOutput:
+        if live.pooling is not None:
+            is_lost = self.tokenizer.decode(live.prompt) == "nothing"
+            vector = (float(len(live.prompt)), 3.0 if live.pooling is Pooling.MEAN else 4.0)
+            ended = CompletionOutput(0, finish_reason="error" if is_lost else "stop", stop_reason="lost")
+            return RequestOutput(
+                live.request_id, None, live.prompt, [ended], finished=True, embedding=None if is_lost else vector
+            )
         token = self._token(live)
         live.num_done += 1
         choices = [self._choice(live, index, token) for index in range(live.params.n)]

@@ -178,6 +178,13 @@ def test_embeddings(client: openai.OpenAI, http: httpx.Client) -> None:
     assert last["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
 
 
+def test_embeddings_priority_and_failure(server: RunningServer, http: httpx.Client) -> None:
+    strict(http.post("/v1/embeddings", json={"input": ["ab", "cd"], "priority": -3}))
+    assert server.engine.priorities[-2:] == [-3, -3]
+    answer = http.post("/v1/embeddings", json={"input": ["ab", "nothing"]})
+    assert answer.status_code == 500 and "nothing" not in answer.text and answer.json()["error"]["type"]
+
+
 def test_tokenize(http: httpx.Client) -> None:
     assert strict(http.post("/tokenize", json={"prompt": "hi"})) == {
         "count": 2,

@@ -1,6 +1,6 @@
 """A synchronous engine on a thread of its own, as an `EngineClient`.
 
-Commands (add, abort, embed, stop) go in through a queue; what a step produced comes out through one
+Commands (add, abort, stop) go in through a queue; what a step produced comes out through one
 `call_soon_threadsafe` a step. Only the engine thread touches the engine; only the event loop touches the streams.
 """
 
@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import EngineDeadError, GraphRunnerError, InvalidRequestError
+from graphrunner.core.errors import EmbeddingFailedError, EngineDeadError, GraphRunnerError, InvalidRequestError
 from graphrunner.core.outputs import RequestOutput
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.output_processor import RequestOutputKind
-from graphrunner.entrypoints.openai.engine_client import Health, HealthState, Pooling, ServerTokenizer
+from graphrunner.entrypoints.openai.engine_client import Health, HealthState, ServerTokenizer
 from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
@@ -58,6 +59,10 @@ class SyncEngine(Protocol):
         output_kind: RequestOutputKind,
     ) -> None: ...
 
+    def add_embedding_request(
+        self, request_id: str, prompt: Sequence[int], pooling: Pooling, *, priority: int
+    ) -> None: ...
+
     def abort_request(self, request_id: str) -> bool: ...
 
     def step(self) -> list[RequestOutput]: ...
@@ -69,20 +74,11 @@ class SyncEngine(Protocol):
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class EmbeddingEngine(Protocol):
-    """What an engine has that also makes embeddings; without it they are refused."""
-
-    def embed(self, prompt_token_ids: Sequence[int], pooling: str) -> list[float]:
-        """The hidden states of a prompt, "mean" or "last"; runs a forward of its own, between two steps."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Add:
     request_id: str
     token_ids: Sequence[int]
-    params: SamplingParams
+    task: SamplingParams | Pooling
     priority: int
 
 
@@ -92,18 +88,11 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class _Embed:
-    future: asyncio.Future[list[float]]
-    token_ids: Sequence[int]
-    pooling: Pooling
-
-
-@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _Add | _Abort | _Embed | _Stop
+_Command = _Add | _Abort | _Stop
 _Event = Callable[[], None]
 """Something to run on the event loop."""
 
@@ -167,7 +156,6 @@ class AsyncEngine:
         self._engine: SyncEngine | None = None
         self._stats = EngineStats()
         self._streams: dict[str, _Stream] = {}
-        self._embeds: set[asyncio.Future[list[float]]] = set()
         self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = asyncio.Event()
@@ -235,10 +223,28 @@ class AsyncEngine:
         priority: int = 0,
     ) -> _Stream:
         """See `EngineClient.generate`."""
+        return await self._submit(_Add(request_id, prompt_token_ids, sampling_params, priority))
+
+    async def embed(
+        self, request_id: str, prompt_token_ids: Sequence[int], pooling: Pooling, priority: int = 0
+    ) -> Sequence[float]:
+        """See `EngineClient.embed`."""
+        stream = await self._submit(_Add(request_id, prompt_token_ids, pooling, priority))
+        try:
+            output = await anext(stream, None)
+        finally:
+            await stream.aclose()
+        if output is None or output.embedding is None:
+            cause = "it was stopped" if output is None else output.outputs[0].stop_reason
+            raise EmbeddingFailedError(f"{request_id}: {cause}")
+        return output.embedding
+
+    async def _submit(self, command: _Add) -> _Stream:
         self._check_alive()
+        request_id = command.request_id
         assert request_id not in self._streams, f"request {request_id} is live already"
         stream = self._streams[request_id] = _Stream(request_id, self._abort_now)
-        self._mailbox.put(_Add(request_id, prompt_token_ids, sampling_params, priority))
+        self._mailbox.put(command)
         try:
             await stream.admitted
         except asyncio.CancelledError:
@@ -251,15 +257,6 @@ class AsyncEngine:
         if stream is not None:
             self._abort_now(request_id)
             stream.end()
-
-    async def embed(self, request_id: str, prompt_token_ids: Sequence[int], pooling: Pooling) -> list[float]:
-        """See `EngineClient.embed`. Runs between two steps."""
-        self._check_alive()
-        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        self._embeds.add(future)
-        future.add_done_callback(self._embeds.discard)
-        self._mailbox.put(_Embed(future, prompt_token_ids, pooling))
-        return await future
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
@@ -311,9 +308,6 @@ class AsyncEngine:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.end(EngineDeadError(reason))
-        for future in list(self._embeds):
-            if not future.done():
-                future.set_exception(EngineDeadError(reason))
         self._ready.set()
         if not is_expected:
             self._on_death()
@@ -374,33 +368,16 @@ class AsyncEngine:
                     engine.abort_request(request_id)
                 case _Add():
                     events.append(self._added(engine, command))
-                case _Embed():
-                    events.append(self._embedded(engine, command))
 
     def _added(self, engine: SyncEngine, command: _Add) -> _Event:
         request_id = command.request_id
+        ids, task, priority = command.token_ids, command.task, command.priority
         try:
-            engine.add_request(
-                request_id,
-                command.token_ids,
-                command.params,
-                priority=command.priority,
-                output_kind=RequestOutputKind.DELTA,
-            )
+            if isinstance(task, Pooling):
+                engine.add_embedding_request(request_id, ids, task, priority=priority)
+            else:
+                engine.add_request(request_id, ids, task, priority=priority, output_kind=RequestOutputKind.DELTA)
         except InvalidRequestError as error:
             refusal = error
             return lambda: self._refuse(request_id, refusal)
         return lambda: self._admit(request_id)
-
-    def _embedded(self, engine: SyncEngine, command: _Embed) -> _Event:
-        future = command.future
-        if future.done():  # the client has gone
-            return lambda: None
-        try:
-            if not isinstance(engine, EmbeddingEngine):
-                raise InvalidRequestError("input", "", "this engine makes no embeddings")
-            vector = engine.embed(command.token_ids, command.pooling.value)
-        except InvalidRequestError as error:
-            refusal = error
-            return lambda: None if future.done() else future.set_exception(refusal)
-        return lambda: None if future.done() else future.set_result(vector)

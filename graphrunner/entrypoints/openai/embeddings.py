@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import struct
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -13,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from graphrunner.entrypoints.openai.engine_client import Pooling
+from graphrunner.core.pooling import Pooling, unit_vector
 from graphrunner.entrypoints.openai.errors import ApiError, bad_request, unsupported
 from graphrunner.entrypoints.openai.generation import new_request_id
 from graphrunner.entrypoints.openai.prompts import prompts_of
@@ -40,7 +39,7 @@ async def create_embeddings(server: Server, request: Request) -> Response:
     ticket = server.admission.enter(len(prompts), server.client.health())
     try:
         async with asyncio.timeout(server.options.request_timeout_s):
-            vectors = await unless_disconnected(request.receive, _embed(server, prompts, Pooling(body.pooling)))
+            vectors = await unless_disconnected(request.receive, _embed(server, prompts, body))
     except TimeoutError:
         raise ApiError(HTTPStatus.GATEWAY_TIMEOUT, "the request took too long", code="timeout") from None
     finally:
@@ -54,17 +53,22 @@ async def create_embeddings(server: Server, request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _embed(server: Server, prompts: Sequence[Sequence[int]], pooling: Pooling) -> list[list[float]]:
-    request_id = new_request_id("embd")
-    embeds = (server.client.embed(f"{request_id}-{index}", ids, pooling) for index, ids in enumerate(prompts))
-    return [_normalized(vector) for vector in await asyncio.gather(*embeds)]
-
-
-def _normalized(vector: Sequence[float]) -> list[float]:
-    length = math.sqrt(math.fsum(value * value for value in vector))
-    if not math.isfinite(length) or length == 0.0:
+async def _embed(server: Server, prompts: Sequence[Sequence[int]], body: EmbeddingBody) -> list[list[float]]:
+    """All prompts at once: the engine batches them. When one fails the others are stopped."""
+    request_id, pooling = new_request_id("embd"), Pooling(body.pooling)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(server.client.embed(f"{request_id}-{index}", ids, pooling, body.priority))
+                for index, ids in enumerate(prompts)
+            ]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    vectors = [unit_vector(task.result()) for task in tasks]
+    usable = [vector for vector in vectors if vector is not None]
+    if len(usable) < len(vectors):
         raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model gave no usable embedding for this input")
-    return [value / length for value in vector]
+    return usable
 
 
 def _written(vector: list[float], encoding_format: str) -> list[float] | str:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.outputs import RequestOutput
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.sampling_params import SamplingParams
 
 
@@ -31,13 +32,6 @@ class Health:
 
     state: HealthState
     reason: str | None = None
-
-
-class Pooling(Enum):
-    """How the hidden states of a prompt become one vector."""
-
-    MEAN = "mean"
-    LAST = "last"
 
 
 class ServerTokenizer(Protocol):
@@ -106,8 +100,15 @@ class EngineClient(Protocol):
         """Stop a request; its stream ends. Idempotent."""
         ...
 
-    async def embed(self, request_id: str, prompt_token_ids: Sequence[int], pooling: Pooling) -> list[float]:
-        """The pooled hidden states of a prompt, not normalized. Errors as `generate`."""
+    async def embed(
+        self, request_id: str, prompt_token_ids: Sequence[int], pooling: Pooling, priority: int = 0
+    ) -> Sequence[float]:
+        """The pooled hidden states of a prompt, not normalized.
+
+        Raises:
+            InvalidRequestError, EngineDeadError: as `generate`.
+            EmbeddingFailedError: the engine gave the request up.
+        """
         ...
 
     def health(self) -> Health: ...

@@ -3,6 +3,7 @@
 import pytest
 
 from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams, StructuredOutput
 from graphrunner.core.scheduled_batch import SamplingNeed
@@ -125,9 +126,9 @@ def test_output_is_capped_at_the_door(
 
 def test_pooled_prompt_may_fill_the_context(make_scheduler, make_request) -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request(prompt_len=64, wants_pooling=True))
+    scheduler.add(make_request(prompt_len=64, pooling=Pooling.MEAN))
     with pytest.raises(InvalidRequestError):
-        scheduler.add(make_request("b", prompt_len=65, wants_pooling=True))
+        scheduler.add(make_request("b", prompt_len=65, pooling=Pooling.MEAN))
 
 
 def test_duplicate_id_is_refused_while_live(make_scheduler, make_request) -> None:

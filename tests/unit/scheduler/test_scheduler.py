@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason, RequestStatus
 from graphrunner.core.scheduled_batch import PageAppend, SamplingNeed
 from graphrunner.core.shape_key import ForwardMode
@@ -153,7 +154,7 @@ def test_prompt_logprobs_take_no_prefix_hit(make_scheduler, make_request) -> Non
 
 def test_pooling_request_ends_with_its_prompt(make_scheduler, make_request) -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
-    scheduler.add(make_request("a", prompt_len=6, wants_pooling=True))
+    scheduler.add(make_request("a", prompt_len=6, pooling=Pooling.MEAN))
     batch, (update,) = run_step(scheduler)
     assert batch.needs_hidden_states and batch.samples == (False,) and update.finish_reason is None
     batch, (update,) = run_step(scheduler)

@@ -126,6 +126,16 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    """What the engine tells about itself beyond its metrics."""
+
+    trace: str | None = None
+    """File for a Chrome / Perfetto trace of steps and request lifetimes, written when the engine closes."""
+    nvtx: bool = False
+    """Mark schedule, load_batch, execute, sample, capture for a profiler (NVTX on a GPU, torch.profiler elsewhere)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All sections together."""
 
@@ -133,6 +143,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     speculative: Mapping[str, object] | None = None
     num_threads: int | None = None
     """CPU threads; None takes the physical cores this process may use."""

@@ -12,6 +12,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphrunner"
 
 
+def has_nvtx() -> bool:
+    """Whether GRAPHRUNNER_NVTX asks for profiler ranges, as `--nvtx` does."""
+    return os.environ.get("GRAPHRUNNER_NVTX", "0").lower() not in ("", "0", "false", "off")
+
+
 def log_level() -> str:
     """GRAPHRUNNER_LOG: debug, info, warning (default) or error."""
     return os.environ.get("GRAPHRUNNER_LOG", "warning").lower()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
@@ -14,11 +15,18 @@ from graphrunner.config.engine_config import (
     GraphConfig,
     LoadConfig,
     SchedulerConfig,
+    TelemetryConfig,
 )
 from graphrunner.core.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
-    {"load": LoadConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "graph": GraphConfig}
+    {
+        "load": LoadConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "graph": GraphConfig,
+        "telemetry": TelemetryConfig,
+    }
 )
 ALIASES: Mapping[str, str] = MappingProxyType(
     {"block_size": "page_size", "num_gpu_blocks_override": "num_pages", "max_num_tokens": "max_num_batched_tokens"}
@@ -88,6 +96,8 @@ def _converted(name: str, value: object, hint: Any) -> object:
             raise ConfigError(name, value, f"must be one of {', '.join(item.value for item in enum)}") from None
     if isinstance(value, list):
         return tuple(value)
+    if isinstance(value, PurePath):
+        value = str(value)
     plain = tuple(kind for kind in kinds if isinstance(kind, type) and kind in (int, float, str, bool))
     if plain and not isinstance(value, plain) and not (float in plain and isinstance(value, int)) and value is not None:
         raise ConfigError(name, value, f"must be {' or '.join(kind.__name__ for kind in plain)}")

@@ -96,6 +96,7 @@ class StepRecord:
     miss_reason: GraphMiss | None
     start_s: float
     duration_ms: float
+    request_ids: tuple[str, ...] = ()
 
     @property
     def num_padding_tokens(self) -> int:

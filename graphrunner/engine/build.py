@@ -18,6 +18,7 @@ from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.llm_engine import LLMEngine
 from graphrunner.engine.memory_plan import plan_num_pages
 from graphrunner.engine.model_runner import ModelRunner
+from graphrunner.engine.observation import Observation
 from graphrunner.engine.output_processor import OutputProcessor
 from graphrunner.engine.step_forward import StepForward
 from graphrunner.execution.backend import ExecutionBackend
@@ -43,8 +44,6 @@ from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.scheduler.scheduler import Scheduler
 from graphrunner.telemetry.log import setup_logging
-from graphrunner.telemetry.metrics import EngineMetrics
-from graphrunner.telemetry.step_trace import StepTrace
 from graphrunner.tokenizer.gguf_tokenizer import tokenizer_from_gguf
 from graphrunner.tokenizer.hf_tokenizer import tokenizer_from_hf
 from graphrunner.tokenizer.tokenizer import Tokenizer
@@ -68,6 +67,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         raise ConfigError("speculative_config", config.speculative, "speculative decoding is not available")
     setup_logging(log_level())
     device = _device(config.load.device)
+    seen = Observation(config.telemetry, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     elif device.type == "cpu":
@@ -83,20 +83,15 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     structured = _structured(tokenizer, model_config.vocab_size, eos)
     parts = _Parts(config, limits, model_config, model, device, structured)
     model_runner, scheduler = parts.build(eos)
-    trace, metrics = StepTrace(), EngineMetrics()
-
-    def on_step(record: object) -> None:
-        trace.add(record)  # type: ignore[arg-type]
-        metrics.add_step(record)  # type: ignore[arg-type]
-
-    core = EngineCore(scheduler, model_runner, is_overlapped=limits.overlap, on_step=on_step)
+    core = EngineCore(scheduler, model_runner, is_overlapped=limits.overlap, on_step=seen.on_step)
     return LLMEngine(
         core,
         tokenizer=tokenizer,
-        processor=OutputProcessor(metrics),
+        processor=OutputProcessor(seen.metrics),
         structured=structured,
-        step_trace=trace,
-        metrics=metrics,
+        step_trace=seen.steps,
+        metrics=seen.metrics,
+        trace_file=seen.trace_file,
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_token_ids=eos,

@@ -11,6 +11,7 @@ from graphrunner.core.request import FinishReason, Request
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.scheduler.scheduler import RequestUpdate, Scheduler
+from graphrunner.telemetry import ranges
 from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
@@ -76,7 +77,8 @@ class EngineCore:
     def launch(self) -> PendingStep | None:
         """Schedule and start one step; None when there is nothing to compute."""
         start_s = time.perf_counter()
-        scheduled = self.scheduler.schedule()
+        with ranges.SCHEDULE:
+            scheduled = self.scheduler.schedule()
         if scheduled is None:
             return None
         return PendingStep(scheduled, self.model_runner.forward(scheduled), start_s)
@@ -137,4 +139,5 @@ def _record(pending: PendingStep) -> StepRecord:
         miss_reason=result.miss_reason,
         start_s=pending.start_s,
         duration_ms=(time.perf_counter() - pending.start_s) * 1e3,
+        request_ids=scheduled.request_ids,
     )

@@ -21,7 +21,9 @@ from graphrunner.engine.output_processor import OutputProcessor, RequestOutputKi
 
 if TYPE_CHECKING:
     from graphrunner.sampling.structured_output import StructuredOutputCompiler
+    from graphrunner.telemetry.chrome_trace import TraceFile
     from graphrunner.telemetry.metrics import EngineMetrics
+    from graphrunner.telemetry.request_trace import RequestTrace
     from graphrunner.telemetry.step_trace import StepTrace
     from graphrunner.tokenizer.tokenizer import Tokenizer
 
@@ -41,6 +43,7 @@ class LLMEngine:
         processor: makes `RequestOutput`s.
         structured: compiles grammars; None when the engine has no tokenizer.
         step_trace, metrics: the account of steps.
+        trace_file: written at `close`; None writes none.
         max_model_len: context limit, tokens.
         vocab_size: token ids go from 0 to vocab_size - 1.
         eos_token_ids: ids that end a request unless `ignore_eos`.
@@ -56,6 +59,7 @@ class LLMEngine:
         structured: StructuredOutputCompiler | None,
         step_trace: StepTrace,
         metrics: EngineMetrics,
+        trace_file: TraceFile | None = None,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -66,6 +70,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.step_trace = step_trace
         self.metrics = metrics
+        self._trace_file = trace_file
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.model_name = model_name
@@ -98,9 +103,11 @@ class LLMEngine:
             for child in children:
                 self.core.add_request(child)
                 admitted.append(child.request_id)
+                if self._requests is not None:
+                    self._requests.arrived(child.request_id, len(token_ids))
         except Exception:
             for child_id in admitted:
-                self.core.finish_request(child_id, FinishReason.ABORT)
+                self._finish(child_id, FinishReason.ABORT)
             self._processor.remove_request(request_id)
             raise
 
@@ -136,7 +143,7 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> bool:
         """Stop a request; whether it was live. No further output of it appears. Idempotent."""
         child_ids = self._processor.remove_request(request_id)
-        was_live = [self.core.finish_request(child_id, FinishReason.ABORT) for child_id in child_ids]
+        was_live = [self._finish(child_id, FinishReason.ABORT) for child_id in child_ids]
         return any(was_live)
 
     def step(self) -> list[RequestOutput]:
@@ -145,9 +152,11 @@ class LLMEngine:
             outputs = self.core.step()
         except Exception as cause:
             outputs = self.core.fail_running(cause)
+        if self._requests is not None:
+            self._requests.took(outputs)
         processed = self._processor.process(outputs)
         for child_id in processed.to_finish:
-            self.core.finish_request(child_id, FinishReason.STOP)
+            self._finish(child_id, FinishReason.STOP)
         return processed.outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -171,7 +180,10 @@ class LLMEngine:
         )
 
     def close(self) -> None:
-        """Give graphs and pages back. Idempotent."""
+        """Give graphs and pages back, and write the trace. Idempotent."""
+        if self._trace_file is not None:
+            self._trace_file.write()
+            self._trace_file = None
         self.core.model_runner.close()
         if self._structured is not None:
             self._structured.close()
@@ -196,6 +208,15 @@ class LLMEngine:
         if not ids:
             raise InvalidRequestError("prompt", prompt, "must not be empty")
         return text, ids
+
+    @property
+    def _requests(self) -> RequestTrace | None:
+        return None if self._trace_file is None else self._trace_file.requests
+
+    def _finish(self, child_id: str, reason: FinishReason) -> bool:
+        if self._requests is not None:
+            self._requests.ended(child_id, reason.value)
+        return self.core.finish_request(child_id, reason)
 
     def _check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         self._check_ids(token_ids)

@@ -16,6 +16,7 @@ from graphrunner.runner.select_runner import select_runner
 from graphrunner.sampling.pooler import Pooler
 from graphrunner.sampling.sampled_tokens import SampledTokens
 from graphrunner.sampling.sampler import Sampler
+from graphrunner.telemetry import ranges
 
 
 class ModelRunner:
@@ -60,9 +61,12 @@ class ModelRunner:
         self.sampler.apply(batch, self._eos_token_ids)
         self._pooler.apply(batch)
         selected = select_runner(self._runners, batch, self.eager_runner)
-        loaded = selected.runner.load_batch(batch)
-        output = selected.runner.execute(loaded)
-        sampled = self.sampler.sample(output, batch)
+        with ranges.LOAD_BATCH:
+            loaded = selected.runner.load_batch(batch)
+        with ranges.EXECUTE:
+            output = selected.runner.execute(loaded)
+        with ranges.SAMPLE:
+            sampled = self.sampler.sample(output, batch)
         if output.token_ids is None:
             self._store_tokens(batch, sampled)
         if selected.miss is not None and selected.missed_by:

@@ -22,6 +22,7 @@ from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.telemetry import ranges
 
 OnCapture = Callable[[str, int, int], None]
 """(what is being captured, how many are done, how many there are)."""
@@ -130,7 +131,8 @@ class BaseGraphRunner(BaseRunner):
             views = self.capture_prepare(key)
         except Exception as cause:
             raise capture_error(key, cause) from cause
-        stats = self.backend.capture_one(key, lambda: self.forward_over(views, key.variant))
+        with ranges.CAPTURE:
+            stats = self.backend.capture_one(key, lambda: self.forward_over(views, key.variant))
         self._views[key] = views
         self.account.captured(self.name, key, stats)
 

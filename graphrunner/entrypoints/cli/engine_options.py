@@ -18,7 +18,13 @@ import typer
 from graphrunner.config.options import SECTIONS
 from graphrunner.core.errors import ConfigError
 
-_PANELS: Mapping[str, str] = {"load": "Model", "cache": "KV cache", "scheduler": "Scheduler", "graph": "Graphs"}
+_PANELS: Mapping[str, str] = {
+    "load": "Model",
+    "cache": "KV cache",
+    "scheduler": "Scheduler",
+    "graph": "Graphs",
+    "telemetry": "Telemetry",
+}
 _PLAIN = (int, float, str, bool, Path)
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,7 +41,6 @@ def generate(
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     stats: Annotated[bool, typer.Option(help="Say speed and graph coverage at the end, on stderr.")] = True,
-    trace: Annotated[Path | None, typer.Option(help="Write the steps as a Chrome / Perfetto trace.")] = None,
     engine_options: dict[str, object],
 ) -> None:
     """Generate text for one prompt, streamed to the terminal."""
@@ -74,8 +72,6 @@ def generate(
         if stats:
             typer.echo(_summary(num_tokens, ended_by, time.perf_counter() - start_s, llm.steps), err=True)
             typer.echo(_compiled(llm.graph_report()), err=True)
-        if trace is not None:
-            llm.engine.step_trace.write_chrome_trace(trace)
 
 
 def _compiled(report: GraphReport) -> str:

@@ -1,7 +1,6 @@
 """Logging, metrics and the step trace."""
 
 import io
-import json
 import logging
 
 import pytest
@@ -40,21 +39,6 @@ def test_trace_keeps_the_last_and_counts_all():
     assert trace.num_by_key == {("decode", "4t x 4r greedy"): 5}
     assert trace.num_by_miss == {"NUM_REQS": 1}
     assert (trace.num_tokens, trace.num_padding_tokens) == (18, 5)
-
-
-def test_trace_file_is_a_chrome_trace(tmp_path):
-    trace = StepTrace()
-    trace.add(record(0))
-    trace.add(record(1, miss=GraphMissReason.PADDING))
-    trace.write_chrome_trace(tmp_path / "steps.json")
-    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    steps = [event for event in events if event["ph"] == "X"]
-    assert [names[step["tid"]] for step in steps] == ["decode", "eager"]
-    assert all(isinstance(step["tid"], int) for step in steps)
-    assert (steps[0]["ts"], steps[1]["ts"], steps[0]["dur"]) == (0.0, 1e6, 2000.0)
-    assert steps[0]["args"]["key"] == "4t x 4r greedy" and steps[0]["args"]["padding"] == 1
-    assert steps[1]["args"]["miss"].startswith("PADDING") and steps[1]["args"]["graph"] is False
 
 
 def test_metrics_of_steps_and_gauges():

@@ -1,0 +1,49 @@
+"""Trace files and profiler ranges of a whole engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import generate, greedy, prompts_of
+
+from graphrunner.core.errors import ConfigError
+from graphrunner.telemetry import ranges
+
+
+def test_a_trace_tells_of_every_step_and_request(make_llm, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    llm = make_llm(trace=path, decode_graph="recording", decode_sizes=[4])
+    generate(llm, prompts_of([5, 9, 4]), [greedy(3), greedy(6), greedy(4)])
+    steps = llm.steps
+    llm.close()
+    llm.close()
+    events = json.loads(path.read_text())["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X"]
+    assert [event["args"]["step"] for event in shown] == [step.step_id for step in steps]
+    assert all(event["dur"] > 0 and isinstance(event["tid"], int) for event in shown)
+    assert {event["args"]["runner"] for event in shown} == {"eager", "decode_cuda_graph_runner"}
+    lives = [event for event in events if event["ph"] == "b" and event["name"] == event["id"]]
+    assert [event["args"]["output_tokens"] for event in lives] == [3, 6, 4]
+    assert {event["args"]["finish_reason"] for event in lives} == {"length"}
+    for event in lives:
+        first = min(step["ts"] for step in shown if event["id"] in step["args"]["request_ids"])
+        assert event["ts"] <= first
+
+
+def test_a_trace_that_cannot_be_written_stops_the_start(make_llm, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trace="):
+        make_llm(trace=str(tmp_path / "no" / "file"))
+
+
+def test_ranges_show_in_a_profile(make_llm) -> None:
+    llm = make_llm(nvtx=True, decode_graph="recording", capture="lazy")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            generate(llm, prompts_of([5]), greedy(4))
+    finally:
+        ranges.turn_off()
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("graphrunner.")}
+    expected = {"load_batch", "execute", "sample", "schedule", "capture"}
+    assert {key.removeprefix("graphrunner.") for key in counts} == expected
+    assert counts["graphrunner.execute"] == len(llm.steps) == counts["graphrunner.sample"]

@@ -21,6 +21,8 @@ from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.engine.observation import Observation
 from graphrunner.engine.output_processor import OutputProcessor
 from graphrunner.engine.step_forward import StepForward
+from graphrunner.engine.token_engine import TokenEngine
+from graphrunner.engine.tokenizer import load_tokenizer, source_of
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.execution.recording import RecordingBackend
 from graphrunner.execution.registry import create_execution_backend
@@ -44,12 +46,9 @@ from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.scheduler.scheduler import Scheduler
 from graphrunner.telemetry.log import setup_logging
-from graphrunner.tokenizer.gguf_tokenizer import tokenizer_from_gguf
-from graphrunner.tokenizer.hf_tokenizer import tokenizer_from_hf
 from graphrunner.tokenizer.tokenizer import Tokenizer
-from graphrunner.weights.gguf_reader import GGUFFile
 from graphrunner.weights.progress import progress_bar
-from graphrunner.weights.source import LoadFormat, ModelSource, load_model_config, resolve_source
+from graphrunner.weights.source import ModelSource, load_model_config
 
 _MAX_COMPILED_CPU_SIZE = 8
 """Largest batch compiled by default on a CPU, where each size costs seconds; larger batches say NUM_REQS and run."""
@@ -72,32 +71,30 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         torch.set_num_threads(config.num_threads)
     elif device.type == "cpu":
         torch.set_num_threads(_num_physical_cores())
-    source = resolve_source(
-        config.load.model, LoadFormat(config.load.load_format), is_pickle_allowed=config.load.allow_pickle
-    )
+    source = source_of(config.load)
     model_config = load_model_config(source)
     limits = _limits(config.scheduler, model_config)
     model = _load(config.load, source, model_config, device, limits.max_model_len)
-    tokenizer = None if config.load.skip_tokenizer_init else _tokenizer(config.load, source)
+    tokenizer = load_tokenizer(config.load, source)
     eos = frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
     structured = _structured(tokenizer, model_config.vocab_size, eos)
     parts = _Parts(config, limits, model_config, model, device, structured)
     model_runner, scheduler = parts.build(eos)
     core = EngineCore(scheduler, model_runner, is_overlapped=limits.overlap, on_step=seen.on_step)
-    return LLMEngine(
+    token_engine = TokenEngine(
         core,
-        tokenizer=tokenizer,
-        processor=OutputProcessor(seen.metrics),
         structured=structured,
         step_trace=seen.steps,
-        metrics=seen.metrics,
         trace_file=seen.trace_file,
         max_model_len=limits.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_token_ids=eos,
+        has_tokenizer=tokenizer is not None,
         model_name=source.name,
         seed=config.load.seed,
     )
+    processor = OutputProcessor(seen.metrics)
+    return LLMEngine(token_engine, tokenizer=tokenizer, processor=processor, metrics=seen.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +289,3 @@ def _load(
         raise ConfigError("model_impl", load.model_impl, "must be auto, native or transformers") from None
     with progress_bar("loading", is_shown=sys.stderr.isatty()) as on_progress:
         return load_model(source, config, options, impl=impl, seed=load.seed, on_progress=on_progress)
-
-
-def _tokenizer(load: LoadConfig, source: ModelSource) -> Tokenizer:
-    if load.tokenizer:
-        return tokenizer_from_hf(load.tokenizer, is_remote_code_trusted=load.trust_remote_code)
-    if source.path.is_file():
-        return tokenizer_from_gguf(GGUFFile(source.path).metadata, source.name)
-    return tokenizer_from_hf(source.path, is_remote_code_trusted=load.trust_remote_code)

@@ -10,13 +10,11 @@ from enum import Enum
 from graphrunner.core.outputs import CompletionOutput, EngineOutput, Logprob, RequestOutput, TokenLogprobs
 from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.engine.sequence_ids import sequence_ids
 from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.tokenizer.detokenizer import IncrementalDetokenizer
 from graphrunner.tokenizer.stop import StopMatcher
 from graphrunner.tokenizer.tokenizer import Tokenizer
-
-_MASK64 = (1 << 64) - 1
-_SEED_MASK = (1 << 62) - 1
 
 
 class RequestOutputKind(Enum):
@@ -78,13 +76,6 @@ class OutputProcessor:
         self._states: dict[str, _State] = {}
         self._parents: dict[str, tuple[_State, int]] = {}
 
-    @staticmethod
-    def child_ids(request_id: str, n: int, seed: int) -> list[tuple[str, int]]:
-        """The sequences of a request and their seeds: the first keeps the request's own."""
-        if n == 1:
-            return [(request_id, seed)]
-        return [(f"{request_id}#{k}", _mixed_seed(_mixed_seed(seed) + k) if k else seed) for k in range(n)]
-
     def add_request(
         self,
         request_id: str,
@@ -106,7 +97,7 @@ class OutputProcessor:
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = [None] * len(prompt_token_ids)
         self._states[request_id] = state
-        for index, (child_id, _) in enumerate(self.child_ids(request_id, params.n, 0)):
+        for index, child_id in enumerate(sequence_ids(request_id, params.n)):
             self._parents[child_id] = (state, index)
 
     def remove_request(self, request_id: str) -> list[str]:
@@ -114,7 +105,7 @@ class OutputProcessor:
         state = self._states.pop(request_id, None)
         if state is None:
             return []
-        children = [child_id for child_id, _ in self.child_ids(request_id, state.params.n, 0)]
+        children = sequence_ids(request_id, state.params.n)
         for child_id in children:
             self._parents.pop(child_id, None)
         return children
@@ -278,14 +269,6 @@ def _named(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logpr
         token_id: Logprob(logprob, rank, tokenizer.decode([token_id]) if tokenizer else None)
         for token_id, logprob, rank in [*chosen, *(item for item in ranked if item[0] != entry.token_id)]
     }
-
-
-def _mixed_seed(seed: int) -> int:
-    """A seed that has nothing to do with its neighbours. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
-    mixed = (seed + 0x9E3779B97F4A7C15) & _MASK64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (mixed ^ (mixed >> 31)) & _SEED_MASK
 
 
 def _measure(

@@ -39,9 +39,14 @@ class MetricsSource(Protocol):
 class SyncEngine(Protocol):
     """The engine as its thread drives it (`graphrunner.engine.llm_engine.LLMEngine`). Not thread-safe."""
 
-    model_name: str
-    max_model_len: int
-    vocab_size: int
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     @property
     def tokenizer(self) -> ServerTokenizer | None: ...

@@ -8,6 +8,7 @@ from graphrunner.core.outputs import EngineOutput, TokenLogprobs
 from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.output_processor import OutputProcessor, RequestOutputKind
+from graphrunner.engine.sequence_ids import sequence_ids, sequence_seeds
 from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.tokenizer.tokenizer import Tokenizer
 
@@ -188,7 +189,7 @@ def test_prompt_logprobs_computed_again_change_nothing(tokenizer):
 
 def test_n_outputs_are_gathered(tokenizer):
     talk = Talk(tokenizer, SamplingParams(n=3))
-    ids = [child for child, _ in talk.processor.child_ids("q", 3, 5)]
+    ids = sequence_ids("q", 3)
     done = talk.processor.process([EngineOutput(child, (place,)) for place, child in enumerate(ids)])
     assert [out.text for out in done.outputs[0].outputs] == ["Hello", " wor", "ld"] and len(done.outputs) == 1
     for place, child in enumerate(ids):
@@ -198,13 +199,14 @@ def test_n_outputs_are_gathered(tokenizer):
     assert talk.processor.remove_request("q") == []
 
 
-def test_children_have_seeds_of_their_own():
-    children = [OutputProcessor.child_ids("q", 8, seed) for seed in range(50)]
-    assert children[7] == OutputProcessor.child_ids("q", 8, 7)
-    seeds = [seed for each in children for _, seed in each]
-    assert len(set(seeds)) == len(seeds) and all(-(2**63) <= seed < 2**63 for seed in seeds)
-    assert OutputProcessor.child_ids("q", 1, 9) == [("q", 9)] and children[9][0] == ("q#0", 9)
-    assert len({seed for _, seed in OutputProcessor.child_ids("q", 128, -(2**63))}) == 128
+def test_sequences_have_seeds_of_their_own():
+    seeds = [sequence_seeds(seed, 8) for seed in range(50)]
+    assert seeds[7] == sequence_seeds(7, 8)
+    flat = [seed for each in seeds for seed in each]
+    assert len(set(flat)) == len(flat) and all(-(2**63) <= seed < 2**63 for seed in flat)
+    assert (sequence_ids("q", 1), sequence_seeds(9, 1)) == (["q"], [9])
+    assert (sequence_ids("q", 2), seeds[9][0]) == (["q#0", "q#1"], 9)
+    assert len(set(sequence_seeds(-(2**63), 128))) == 128
 
 
 def test_removed_requests_are_silent(tokenizer):

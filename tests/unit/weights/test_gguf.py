@@ -15,6 +15,7 @@ from graphrunner.config.hf_model_config import model_config_from_hf
 from graphrunner.config.model_config import RopeScaling
 from graphrunner.core.errors import ModelLoadError
 from graphrunner.weights.checkpoint import Rounding, iterate_weights
+from graphrunner.weights.gguf_header import read_gguf_metadata
 from graphrunner.weights.gguf_quants import GGMLType, dequantize
 from graphrunner.weights.gguf_reader import GGUFFile
 from graphrunner.weights.source import load_model_config, resolve_source
@@ -114,6 +115,11 @@ def test_every_truncation_is_one_clear_line(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError) as caught:
             GGUFFile(cut)
         assert "cut.gguf" in str(caught.value) and "\n" not in str(caught.value)
+        assert "unpack" not in str(caught.value)
+        if 4 < size < 900:
+            assert "cut off inside the header: a value at byte " in str(caught.value) or "a string" in str(caught.value)
+            with pytest.raises(ModelLoadError, match=r"cut\.gguf: cut off inside the header"):
+                read_gguf_metadata(cut)
 
 
 def test_damage_in_the_header_never_escapes_as_another_error(tmp_path: Path) -> None:

@@ -206,3 +206,27 @@ def test_openapi_describes_the_bodies(http: httpx.Client) -> None:
     described = strict(http.get("/openapi.json"))
     schema = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "messages" in schema["properties"] and "$ref" not in json.dumps(schema)
+
+
+def test_every_documented_field_is_known() -> None:
+    """What the installed client can send is a field of our bodies: used, accepted without effect, or refused by name."""
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
+
+    from graphrunner.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody
+    from graphrunner.entrypoints.openai.responses_body import ResponsesBody
+
+    for body, documented in (
+        (ChatBody, chat_create_params.CompletionCreateParamsBase),
+        (CompletionBody, completion_create_params.CompletionCreateParamsBase),
+        (EmbeddingBody, embedding_create_params.EmbeddingCreateParams),
+        (ResponsesBody, response_create_params.ResponseCreateParamsBase),
+    ):
+        assert set(documented.__annotations__) - set(body.model_fields) == set(), body
+
+
+def test_a_refusal_sent_back(http: httpx.Client) -> None:
+    turn = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    answer = strict(http.post("/v1/chat/completions", json={"messages": [*HELLO, turn, *HELLO]}))
+    assert answer["usage"]["prompt_tokens"] == 1 + len("hinohi")

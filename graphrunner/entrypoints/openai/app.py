@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from graphrunner import __version__
-from graphrunner.entrypoints.openai import chat, completions, embeddings, status_routes
+from graphrunner.entrypoints.openai import chat, completions, embeddings, responses_api, status_routes
 from graphrunner.entrypoints.openai.errors import install_error_handlers
 from graphrunner.entrypoints.openai.middleware import ApiKeys, RequestContext
 from graphrunner.entrypoints.openai.protocol import (
@@ -21,6 +21,7 @@ from graphrunner.entrypoints.openai.protocol import (
     EmbeddingBody,
     TokenizeBody,
 )
+from graphrunner.entrypoints.openai.responses_body import ResponsesBody
 from graphrunner.entrypoints.openai.server import Server
 from graphrunner.entrypoints.openai.streaming import ClientGoneError
 
@@ -30,6 +31,7 @@ CLIENT_CLOSED_REQUEST = 499
 _POSTS: tuple[tuple[str, Handler, type[BaseModel]], ...] = (
     ("/v1/chat/completions", chat.create_chat_completion, ChatBody),
     ("/v1/completions", completions.create_completion, CompletionBody),
+    ("/v1/responses", responses_api.create_response, ResponsesBody),
     ("/v1/embeddings", embeddings.create_embeddings, EmbeddingBody),
     ("/tokenize", status_routes.tokenize, TokenizeBody),
     ("/detokenize", status_routes.detokenize, DetokenizeBody),
@@ -37,6 +39,7 @@ _POSTS: tuple[tuple[str, Handler, type[BaseModel]], ...] = (
 _GETS: tuple[tuple[str, Handler], ...] = (
     ("/v1/models", status_routes.list_models),
     ("/v1/models/{model:path}", status_routes.get_model),
+    ("/v1/responses/{response_id}", responses_api.retrieve_response),
     ("/health", status_routes.health),
     ("/metrics", status_routes.metrics),
 )
@@ -50,9 +53,10 @@ def build_app(server: Server) -> FastAPI:
     """
     app = FastAPI(title="graphrunner", version=__version__, docs_url=None, redoc_url=None)
     for path, handler, kind in _POSTS:
-        _add(app, server, path, handler, body=kind)
+        _add(app, server, path, handler, method="POST", body=kind)
     for path, handler in _GETS:
         _add(app, server, path, handler)
+    _add(app, server, "/v1/responses/{response_id}", responses_api.delete_response, method="DELETE")
     install_error_handlers(app)
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -67,14 +71,22 @@ def build_app(server: Server) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(server.options.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
     app.add_middleware(RequestContext, metrics=server.metrics, is_logged=server.options.log_requests)
     return app
 
 
-def _add(app: FastAPI, server: Server, path: str, handler: Handler, *, body: type[BaseModel] | None = None) -> None:
+def _add(
+    app: FastAPI,
+    server: Server,
+    path: str,
+    handler: Handler,
+    *,
+    method: str = "GET",
+    body: type[BaseModel] | None = None,
+) -> None:
     async def endpoint(request: Request) -> Response:
         return await handler(server, request)
 
@@ -82,7 +94,7 @@ def _add(app: FastAPI, server: Server, path: str, handler: Handler, *, body: typ
     app.add_api_route(
         path,
         endpoint,
-        methods=["GET" if body is None else "POST"],
+        methods=[method],
         operation_id=handler.__name__,
         response_class=Response,
         openapi_extra=None if body is None else {"requestBody": _body_schema(body)},

@@ -64,7 +64,7 @@ async def create_chat_completion(server: Server, request: Request) -> Response:
         model=server.model_name,
         created=int(time.time()),
         body=body,
-        reply_format=await _reply_format(server, body, prompt_ids),
+        reply_format=await reply_format_of(server, body, prompt_ids),
         usage=UsageCount([len(prompt_ids)]),
         num_choices=params.n,
     )
@@ -79,7 +79,8 @@ async def create_chat_completion(server: Server, request: Request) -> Response:
     return Response(msgspec.json.encode(completion), media_type="application/json")
 
 
-async def _reply_format(server: Server, body: ChatBody, prompt_ids: list[int]) -> ReplyFormat:
+async def reply_format_of(server: Server, body: ChatBody, prompt_ids: list[int]) -> ReplyFormat:
+    """How the reply to a prompt is to be read."""
     has_reasoning = server.options.reasoning is ReasoningFormat.AUTO
     is_thinking = False
     if has_reasoning:

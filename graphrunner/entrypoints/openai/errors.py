@@ -20,6 +20,7 @@ PRIVATE_FIELDS = frozenset({"prompt", "messages", "input"})
 """Fields whose value is the user's text: an error names the field only."""
 RETRY_AFTER_S = 1
 _COUNT = re.compile(r"\d+( tokens)?")
+_CLASS_NAME = re.compile(r"([A-Z][a-z]+){2,}")
 _TYPE_LABELS = frozenset({"str", "int", "float", "bool", "none", "constrained-str", "dict", "list"})
 
 
@@ -126,8 +127,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _validation_error(error: ValidationError) -> ApiError:
-    """The first problem that pydantic found, by the name of its field."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The deepest problem that pydantic found, by the name of its field."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(problems, key=lambda problem: len(problem["loc"]))  # of a union, the member that went furthest
     param = _param(first["loc"])
     if first["type"] == "extra_forbidden":
         message, code = f"unknown field: {param}", "unknown_parameter"
@@ -141,9 +143,11 @@ def _validation_error(error: ValidationError) -> ApiError:
 def _param(loc: Sequence[int | str]) -> str:
     """messages[0].role; labels that pydantic adds for members of a union are left out."""
     text = ""
-    for part in loc:
+    for place, part in enumerate(loc, start=1):
         if isinstance(part, int):
             text += f"[{part}]"
+        elif place < len(loc) and _CLASS_NAME.fullmatch(part):
+            continue
         elif part not in _TYPE_LABELS and re.fullmatch(r"[a-z][a-z0-9_]*|[^\W\d][\w-]{0,63}", part):
             text += f".{part}" if text else part
     return text or "body"

@@ -13,7 +13,7 @@ from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.entrypoints.openai.engine_client import EngineClient, ServerTokenizer
 from graphrunner.entrypoints.openai.errors import bad_request
-from graphrunner.entrypoints.openai.protocol import Message, MessageToolCall, Tool
+from graphrunner.entrypoints.openai.protocol import Message, MessageToolCall, TextPart, Tool
 
 MAX_PROMPTS = 256
 Result = TypeVar("Result")
@@ -143,7 +143,7 @@ def _turn(message: Message, place: str) -> Mapping[str, object]:
     """A message as chat templates expect it: plain text, arguments of calls as objects."""
     content = message.content
     if isinstance(content, list):
-        content = "".join(part.text for part in content)
+        content = "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
     if content is None and not message.tool_calls and message.role != "assistant":
         raise bad_request(f"{place}.content", "is required", "missing_required_parameter")
     if content and "\x00" in content:

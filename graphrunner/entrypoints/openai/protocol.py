@@ -49,6 +49,13 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """A piece of an earlier reply of another server."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class ToolCallFunction(Body):
     name: str
     arguments: str
@@ -64,7 +71,7 @@ class Message(Body):
     """One turn. `content` may be empty only beside tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -168,6 +175,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     safety_identifier: Tolerated = None
     prompt_cache_key: Tolerated = None
+    prompt_cache_options: Tolerated = None
     prompt_cache_retention: Tolerated = None
     service_tier: Refused = None
     modalities: Refused = None

@@ -19,7 +19,8 @@ from graphrunner.entrypoints.openai.errors import ApiError, unavailable
 from graphrunner.entrypoints.openai.front_metrics import FrontMetrics
 from graphrunner.entrypoints.openai.generation import Generation
 from graphrunner.entrypoints.openai.prompts import PromptEncoder
-from graphrunner.entrypoints.openai.server_options import ServerOptions
+from graphrunner.entrypoints.openai.response_store import ResponseStore
+from graphrunner.entrypoints.openai.server_options import MIB, ServerOptions
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,6 +34,7 @@ class Server:
     encoder: PromptEncoder
     admission: Admission
     metrics: FrontMetrics
+    stored_responses: ResponseStore
     start_s: int
 
     @property
@@ -78,4 +80,5 @@ def make_server(client: EngineClient, options: ServerOptions) -> Server:
     admission = Admission(options.max_concurrent_requests)
     metrics = FrontMetrics()
     metrics.sequences.set_function(lambda: admission.num_sequences)
-    return Server(client, options, PromptEncoder(client), admission, metrics, int(time.time()))
+    store = ResponseStore(options.max_response_store_mib * MIB)
+    return Server(client, options, PromptEncoder(client), admission, metrics, store, int(time.time()))

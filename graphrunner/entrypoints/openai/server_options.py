@@ -55,6 +55,8 @@ class ServerOptions:
     """A body that takes longer to arrive gets 408."""
     drain_timeout_s: float = 60.0
     """After SIGTERM: how long running requests may go on."""
+    max_response_store_mib: int = 64
+    """Most MiB of /v1/responses kept in memory for previous_response_id; the oldest go first, 0 keeps none."""
     tool_call_format: ToolCallFormat = ToolCallFormat.AUTO
     """How the model writes tool calls: auto, hermes, llama, or none."""
     reasoning: ReasoningFormat = ReasoningFormat.AUTO
@@ -66,6 +68,8 @@ class ServerOptions:
         for name in ("max_body_mib", "max_concurrent_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if not 0 <= self.max_response_store_mib <= 1 << 20:
+            raise ConfigError("max_response_store_mib", self.max_response_store_mib, "must be from 0 to 1048576")
         for name in ("request_timeout_s", "body_timeout_s", "drain_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(name, getattr(self, name), "must be above 0 and at most 1e6")

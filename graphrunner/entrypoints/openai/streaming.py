@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from graphrunner.telemetry.log import get_logger
 
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
+Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 log = get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
 
@@ -64,11 +65,12 @@ async def unless_disconnected(receive: Receive, work: Coroutine[object, object, 
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-class EventStream(Response):
+class EventStream(Response, Generic[Chunk]):
     """Sends events as they come and stops the work behind them when the client goes.
 
     Args:
-        chunks: what to send; framed here.
+        chunks: what to send.
+        framed: how it becomes bytes; by default as chat streams are framed.
         close: ends the work; called exactly once, whatever happened.
         on_gone: called when the client went first.
     """
@@ -77,14 +79,15 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncGenerator[msgspec.Struct, None],
+        chunks: AsyncGenerator[Chunk, None],
         *,
         close: Callable[[], Awaitable[None]],
         on_gone: Callable[[], None],
+        framed: Callable[[AsyncGenerator[Chunk, None]], AsyncIterator[bytes]] = events,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._lines = framed(chunks)
         self._close = close
         self._on_gone = on_gone
 
@@ -98,7 +101,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in events(self._chunks):
+        async for line in self._lines:
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -68,7 +68,19 @@ LLAMA_8B = LLAMA_1B | {
     "tie_word_embeddings": False,
 }
 
+TINY = LLAMA_24M | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
 GPU_SHAPES = {"0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
+ALL_SHAPES = GPU_SHAPES | {"tiny": TINY}
 
 
 def write_config_folder(config: dict, folder: Path) -> Path:
@@ -76,15 +88,6 @@ def write_config_folder(config: dict, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
-
-
-def num_weight_bytes_per_step(config: dict, bytes_per_weight: int = 2) -> int:
-    """Bytes of weights that one decode step reads: every matrix once, the embedding only as the head."""
-    hidden, ffn, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    head_dim = config["head_dim"]
-    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    per_layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * ffn
-    return bytes_per_weight * (layers * per_layer + config["vocab_size"] * hidden)
 
 
 def num_kv_bytes_per_token(config: dict, bytes_per_value: int = 2) -> int:

@@ -1,0 +1,58 @@
+"""An engine of random weights under test, with what the measurements share."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ceilings import Ceilings, synchronize
+from shapes import ALL_SHAPES
+from workload import Workload, prompt
+
+if TYPE_CHECKING:
+    from graphrunner import LLM
+
+
+@dataclass(slots=True)
+class BenchedEngine:
+    """One engine and its surroundings.
+
+    Attributes:
+        shape: a name of `shapes.ALL_SHAPES`.
+        step_ms: what decode steps through `LLM.generate` took, by batch size, once measured.
+    """
+
+    llm: "LLM"
+    shape: str
+    device: str
+    workload: Workload
+    ceilings: Ceilings
+    step_ms: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict:
+        """The model's config.json."""
+        return ALL_SHAPES[self.shape]
+
+    def seconds(self, prompt_lens: Sequence[int], output_lens: Sequence[int]) -> float:
+        """Wall time of one `LLM.generate`, host included. Raises when an answer is not as long as asked."""
+        from graphrunner import SamplingParams
+
+        vocab_size = self.config["vocab_size"]
+        prompts = [prompt(length, index, vocab_size) for index, length in enumerate(prompt_lens)]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in output_lens
+        ]
+        synchronize(self.device)
+        start_s = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        duration_s = time.perf_counter() - start_s
+        for output, length in zip(outputs, output_lens, strict=True):
+            got = len(output.outputs[0].token_ids)
+            assert got == length, f"{got} tokens came, {length} were asked for"
+        return duration_s
+
+    def batch_seconds(self, batch: int, prompt_len: int, output_len: int) -> float:
+        """`seconds` of equal requests."""
+        return self.seconds([prompt_len] * batch, [output_len] * batch)

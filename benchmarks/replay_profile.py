@@ -1,0 +1,165 @@
+"""A decode step without its host: the bare replay of its graph, and where the replay's time goes, kernel by kernel.
+
+    python benchmarks/replay_profile.py [--shapes 0.6B,1B,8B]
+
+Requests are brought to the middle of the measured decode (960 + 64 tokens of context); then their step's graph is
+replayed back to back, the rows put back in between. "host_share" is what the step through `LLM.generate` takes over
+that, at batch 1.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from benched_engine import BenchedEngine
+from ceilings import elapsed_s, synchronize
+from decode_step import decode_rows
+from floors import decode_floor_s
+from result_rows import Row, RowSink
+from workload import prompt
+
+REPLAYS_A_ROUND = 8
+NUM_ROUNDS = 25
+PROFILED_BATCHES = (1, 256)
+"""Where a step's time is broken down: the ends of the range."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyStep:
+    """A batch in the middle of decoding.
+
+    Attributes:
+        replay: launches the step once; every launch moves the rows on by one token.
+        rewind: puts the rows back.
+    """
+
+    replay: Callable[[], object]
+    rewind: Callable[[], None]
+
+
+def replay_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
+    """Bare replays of every batch size, their breakdown, and the host's share at batch 1."""
+    load = bench.workload
+    if not bench.step_ms:
+        list(decode_rows(bench))
+    for batch in load.batches:
+        is_short = bench.shape == "1B" and batch == 1
+        prompt_len = load.short_prompt_len if is_short else load.prompt_len
+        with steady_step(bench, batch, prompt_len) as step:
+            bare_ms = 1e3 * bare_seconds(step, bench.device)
+            context = batch * (prompt_len + load.num_steps // 2 + REPLAYS_A_ROUND // 2)
+            floor_s = decode_floor_s(bench.config, bench.ceilings, batch, context, load.bytes_per_value)
+            yield Row.of(f"bare/{bench.shape}/batch{batch}", bare_ms, "ms", 1e3 * floor_s)
+            if batch == 1:
+                yield Row.of(f"host_share/{bench.shape}", 100 * (bench.step_ms[1] / bare_ms - 1), "%")
+            if batch in PROFILED_BATCHES:
+                sink.profile(f"decode/{bench.shape}/batch{batch}", {"step_us": 1e3 * bare_ms} | profile(bench, step))
+
+
+@contextmanager
+def steady_step(bench: BenchedEngine, batch: int, prompt_len: int) -> Iterator[SteadyStep]:
+    """Requests half way through their decode; they are aborted at the end."""
+    from graphrunner import SamplingParams
+
+    engine, load = bench.llm.engine, bench.workload
+    ids = [f"steady-{bench.shape}-{batch}-{index}" for index in range(batch)]
+    params = SamplingParams(temperature=0.0, max_tokens=load.num_steps, ignore_eos=True, detokenize=False)
+    for index, request_id in enumerate(ids):
+        engine.add_request(request_id, prompt(prompt_len, index, bench.config["vocab_size"]), params)
+    try:
+        num_decodes = 0
+        while num_decodes < load.num_steps // 2:
+            engine.step()
+            last = bench.llm.steps[-1]
+            num_decodes += last.mode.value == "decode" and last.num_reqs == batch
+        synchronize(bench.device)
+        assert last.is_graph, f"no graph took the step: {last.miss_reason}"
+        runner = engine.core.model_runner.decode_cuda_graph_runner
+        table = runner.context.table
+        held = {name: value for name, value in vars(table).items() if isinstance(value, torch.Tensor)}
+        kept = {name: value.clone() for name, value in held.items()}
+
+        def rewind() -> None:
+            for name, value in held.items():
+                value.copy_(kept[name])
+
+        with torch.inference_mode(), runner.backend.replay_session():
+            yield SteadyStep(lambda: runner.backend.replay(last.key), rewind)
+            rewind()
+    finally:
+        for request_id in ids:
+            engine.abort_request(request_id)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def bare_seconds(step: SteadyStep, device: str) -> float:
+    """One replay in a row of them; the best round."""
+
+    def replays() -> None:
+        for _ in range(REPLAYS_A_ROUND):
+            step.replay()
+
+    best_s = float("inf")
+    for _ in range(NUM_ROUNDS):
+        step.rewind()
+        synchronize(device)
+        best_s = min(best_s, elapsed_s(replays, device) / REPLAYS_A_ROUND)
+    return best_s
+
+
+def profile(bench: BenchedEngine, step: SteadyStep) -> dict:
+    """Microseconds of one replay by kernel, as the device's own profiler saw them.
+
+    Kernels chained by dependent launch overlap, so each one is charged from the end of the one before it, or from
+    its own start if that is later; "idle" is when none ran.
+    """
+    is_gpu = bench.device == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if is_gpu else torch.profiler.ProfilerActivity.CPU
+    step.rewind()
+    synchronize(bench.device)
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(REPLAYS_A_ROUND):
+            step.replay()
+        synchronize(bench.device)
+    kind = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
+    events = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == kind and event.duration_ns() > 0
+    )
+    return _by_group(events)
+
+
+def _by_group(events: list[tuple[int, int, str]]) -> dict:
+    busy_ns: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    idle_ns, last_end = 0, events[0][0] if events else 0
+    for start, end, name in events:
+        idle_ns += max(0, start - last_end)
+        group = kernel_group(name)
+        busy_ns[group] += max(0, end - max(start, last_end))
+        counts[group] += 1
+        last_end = max(last_end, end)
+    kernels = {
+        group: {"us": round(spent / 1e3 / REPLAYS_A_ROUND, 2), "count": round(counts[group] / REPLAYS_A_ROUND, 2)}
+        for group, spent in sorted(busy_ns.items(), key=lambda item: -item[1])
+    }
+    return {"kernels": kernels, "idle_us": round(idle_ns / 1e3 / REPLAYS_A_ROUND, 2)}
+
+
+def kernel_group(name: str) -> str:
+    """A kernel's name without what templates and the vendor's tile sizes add to it."""
+    if re.match(r"nvjet|cublas|sm\d+_xmma|cutlass|gemmk|gemv|splitk|void gemv|void cutlass|void cublas", name, re.I):
+        return "cuBLAS"
+    name = name.removeprefix("void ").split("<")[0].split("(")[0]
+    return name.split("::")[-1].strip() or "unnamed"
+
+
+if __name__ == "__main__":
+    from worker import run_alone
+
+    run_alone(__doc__, ["decode", "replay"])

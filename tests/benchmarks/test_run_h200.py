@@ -1,0 +1,119 @@
+"""The benchmark of the GPU runs end to end on a tiny shape, keeps what it has, and goes on after a failure."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from marks import MARKS
+from result_rows import Row, load_rows, merged, save_rows, sort_key
+from run_h200 import PLAN, Part, PartRun, Results, parts
+from workload import FULL
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/run_h200.py", "--device", "cpu", "--shapes", "tiny", "--out", str(out)]
+    return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_every_part_runs_on_a_tiny_shape(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--only", "decode,prefill,offline,nano,replay,graph_gain", "--commit", "abc")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.name: row for row in load_rows(tmp_path / "h200.json")}
+    expected = {"decode/tiny/batch1", "bare/tiny/batch4", "host_share/tiny", "ttft/tiny", "prefill4/tiny"}
+    expected |= {"offline/tiny", "nano/tiny/batch4", "small_prefill/tiny/8", "ceiling/read"}
+    assert expected <= set(rows)
+    assert all(row.commit == "abc" and row.value > 0 for row in rows.values())
+    assert all(name in done.stdout for name in rows)
+    profile = json.loads((tmp_path / "h200_profile.json").read_text())
+    assert profile["decode/tiny/batch1"]["kernels"], "a step consists of something"
+
+
+def test_parts_of_two_runs_end_up_in_one_file(tmp_path: Path) -> None:
+    old = [Row("decode/8B/batch1", 5.0, "ms"), Row("offline/8B", 9000.0, "tokens/s")]
+    save_rows(tmp_path / "a" / "h200.json", old)
+    save_rows(tmp_path / "b" / "h200.json", [Row("decode/8B/batch1", 4.0, "ms")])
+    done = _run(tmp_path / "a", "--merge", str(tmp_path / "b"))
+    assert done.returncode == 0, done.stderr
+    assert {row.name: row.value for row in load_rows(tmp_path / "a" / "h200.json")} == {
+        "decode/8B/batch1": 4.0,
+        "offline/8B": 9000.0,
+    }
+
+
+def test_a_process_that_dies_costs_one_task(tmp_path: Path, monkeypatch) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, sys\n"
+        "with open(sys.argv[1], 'a') as rows:\n"
+        '    rows.write(\'{"task": "build tiny"}\\n{"task": "decode tiny"}\\n\')\n'
+        '    rows.write(\'{"row": {"name": "decode/tiny/batch1", "value": 1.0, "unit": "ms"}}\\n{"ro\')\n'
+        "os.abort()\n"
+    )
+    part = Part("tiny", ("decode", "offline", "nano"))
+    monkeypatch.setattr(Part, "command", lambda self, rows, *rest: [sys.executable, str(script), str(rows)])
+    results = Results(tmp_path / "out", "abc")
+    is_fine, owed = PartRun(part, results, float("inf"), dict(os.environ)).run("cpu", [], None)
+    assert (is_fine, owed) == (False, ("offline", "nano"))
+    assert [row.name for row in load_rows(tmp_path / "out" / "h200.json")] == ["decode/tiny/batch1"]
+
+
+def test_a_task_over_its_limit_is_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("run_h200.LIMITS_S", {"ceilings": 0.2})
+    monkeypatch.setattr(
+        Part, "command", lambda self, rows, *rest: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    results = Results(tmp_path, "abc")
+    run = PartRun(Part("tiny", ("decode",)), results, float("inf"), dict(os.environ))
+    assert run.run("cpu", [], None) == (False, ()), "nothing is owed when no task had begun"
+
+
+def test_the_plan_measures_every_mark() -> None:
+    measured = {"start/phase_gap/8B", "capture/8B"}
+    for task, shapes in PLAN:
+        for shape in shapes:
+            measured |= {
+                "start": {f"start/cold/{shape}", f"start/warm/{shape}"},
+                "decode": {f"decode/{shape}/batch{batch}" for batch in FULL.batches},
+                "prefill": {f"ttft/{shape}", f"prefill{FULL.batches[-1]}/{shape}"},
+                "offline": {f"offline/{shape}"},
+                "nano": {f"nano/{shape}/batch{batch}" for batch in FULL.batches},
+                "replay": {f"host_share/{shape}"},
+                "graph_gain": {f"small_prefill/{shape}/{n}" for n in (*FULL.small_prompts, *FULL.larger_prompts)},
+                "peer": set(),
+            }[task]
+    assert set(MARKS) <= measured
+
+
+def test_starts_come_first_and_a_shape_shares_one_engine() -> None:
+    found = parts([task for task, _ in PLAN], ["8B", "0.6B", "1B"])
+    assert found[0] == Part("8B", ("start",))
+    assert found[1] == Part("8B", ("decode", "prefill", "offline", "replay"))
+    assert found[-1] == Part("0.6B", ("peer",))
+
+
+def test_verdicts() -> None:
+    assert Row.of("decode/8B/batch1", 3.6, "ms", 3.44).verdict == "aim"
+    assert Row.of("decode/8B/batch1", 3.9, "ms").verdict == "pass"
+    assert Row.of("decode/8B/batch1", 4.0, "ms").verdict == "fall short"
+    assert Row.of("offline/8B", 11_499, "tokens/s").verdict == "fall short"
+    assert Row.of("offline/8B", 14_000, "tokens/s").verdict == "aim"
+    assert Row.of("bare/8B/batch1", 3.6, "ms", 1.8).verdict == ""
+    assert Row.of("bare/8B/batch1", 3.6, "ms", 1.8).floor_share == 0.5
+
+
+def test_rows_sort_by_number_and_replace_by_name() -> None:
+    names = ["decode/8B/batch16", "decode/8B/batch4", "decode/0.6B/batch1"]
+    assert sorted(names, key=sort_key) == ["decode/0.6B/batch1", "decode/8B/batch4", "decode/8B/batch16"]
+    assert merged([Row("a", 1.0, "ms")], [Row("a", 2.0, "ms")]) == [Row("a", 2.0, "ms")]
+
+
+def test_offline_lengths_are_drawn_prompts_first() -> None:
+    import random
+
+    rng = random.Random(1)
+    wanted = [rng.randint(100, 1024) for _ in range(512)]
+    assert FULL.offline() == (wanted[:256], wanted[256:])

@@ -45,7 +45,7 @@ class LoadConfig:
     device: str = "auto"
     """cpu, cuda or auto."""
     quantization: str | None = None
-    """int8 (weight-only: projections and head), or None."""
+    """Pack the projections as they are loaded: int8, int4, fp8 or fp8_block; None: as the checkpoint has them."""
     load_format: str = "auto"
     """auto, or dummy for seeded random weights from the config alone."""
     trust_remote_code: bool = False

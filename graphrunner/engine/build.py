@@ -12,6 +12,7 @@ from graphrunner.attention.registry import create_attention
 from graphrunner.config.engine_config import CapturePolicy, EngineConfig, GraphBackend, LoadConfig, SchedulerConfig
 from graphrunner.config.env import log_level
 from graphrunner.config.model_config import ModelConfig
+from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.engine.engine_core import EngineCore
@@ -30,7 +31,7 @@ from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.pool import KVPool
 from graphrunner.kvcache.prefix_cache import NoPrefixCache
 from graphrunner.kvcache.radix_cache import RadixCache
-from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.models.options import ModelOptions
 from graphrunner.models.registry import LanguageModel, ModelImpl, load_model
 from graphrunner.runner.base_runner import BaseRunner
 from graphrunner.runner.capture_sizes import default_decode_sizes, default_prefill_sizes, user_sizes

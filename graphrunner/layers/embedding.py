@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from graphrunner.kernels.packed_weight import Weight
 from graphrunner.layers import ops
-from graphrunner.layers.linear import PackedLinear, Part
+from graphrunner.layers.linear import PackedLinear, Part, kept_in_place
 from graphrunner.layers.loading import WeightSlot
 from graphrunner.layers.norm import RMSNorm
 from graphrunner.layers.options import LayerOptions
-from graphrunner.layers.weight import Weight, quantize_int8
+from graphrunner.weights.quantize import quantize
 
 
 class Embedding(nn.Module):
@@ -74,12 +76,12 @@ class LMHead(nn.Module):
         super().__init__()
         self.norm = norm
         self.soft_cap = soft_cap
-        self._options = options
+        self._options = replace(options, quantization=options.quantization.of_head)
         # A plain tuple keeps the tied module out of this module's own parameters.
         self._tied: tuple[Embedding, ...] = (embedding,) if embedding is not None else ()
         self.proj = None
         if embedding is None:
-            self.proj = PackedLinear((Part("lm_head", vocab_size),), hidden_size, False, options)
+            self.proj = PackedLinear((Part("lm_head", vocab_size),), hidden_size, False, self._options)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.norm.weight_slots()
@@ -94,16 +96,8 @@ class LMHead(nn.Module):
         weight = self._tied[0].weight
         assert weight is not None, "embeddings are loaded before the head"
         dense = weight.data
-        if not self._options.is_int8:
-            self.packed = Weight(dense)
-            return
-        fresh = quantize_int8(dense, self._options.int8_group_size)
-        if not hasattr(self, "packed"):
-            self.packed = fresh
-            return
-        assert self.packed.scale is not None and fresh.scale is not None
-        self.packed.data.copy_(fresh.data)
-        self.packed.scale.copy_(fresh.scale)
+        packed = quantize(dense, self._options.quantization, self._options.int8_group_size)
+        self.packed = kept_in_place(packed, getattr(self, "packed", None), self._options)
 
     def normed(self, rows: Tensor) -> Tensor:
         """The final norm alone: [rows, hidden_size], same dtype."""

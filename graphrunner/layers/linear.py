@@ -9,11 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from graphrunner.config.quantization import Quantization
+from graphrunner.core.errors import ModelLoadError
+from graphrunner.kernels.packed_weight import Weight, dense_weight
 from graphrunner.layers import ops
 from graphrunner.layers.loading import WeightSlot, prefixed
 from graphrunner.layers.norm import RMSNorm
 from graphrunner.layers.options import LayerOptions
-from graphrunner.layers.weight import Weight, quantize_int8
+from graphrunner.weights.quantize import for_cpu, quantize, stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class PackedLinear(nn.Module):
     """One matrix made of several checkpoint tensors, stacked by output row.
 
     Memory is taken when the first tensor arrives, and a quantized matrix is packed as soon as the last one has, so
-    loading never holds more than one projection twice.
+    loading never holds more than one projection twice. A part that comes packed stays as it is, whatever `options`
+    ask for; parts packed differently are widened.
 
     Args:
         parts: the stacked tensors, in row order.
@@ -43,6 +47,7 @@ class PackedLinear(nn.Module):
     packed: Weight
     weight: nn.Parameter | None
     weight_scale: nn.Parameter | None
+    weight_zero: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(self, parts: tuple[Part, ...], num_inputs: int, has_bias: bool, options: LayerOptions) -> None:
@@ -51,53 +56,84 @@ class PackedLinear(nn.Module):
         self.num_inputs = num_inputs
         self.num_outputs = sum(part.num_outputs for part in parts)
         self._options = options
-        self._num_awaited = len(parts)
-        self.register_parameter("weight", None)
-        self.register_parameter("weight_scale", None)
-        self.register_parameter("bias", None)
+        self._arrived: dict[int, Weight] = {}
+        self._staging: Tensor | None = None
+        for name in ("weight", "weight_scale", "weight_zero", "bias"):
+            self.register_parameter(name, None)
         if has_bias:
             self.bias = _frozen(torch.zeros(self.num_outputs, dtype=options.dtype, device=options.device))
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         start = 0
-        for part in self.parts:
+        for index, part in enumerate(self.parts):
             rows = slice(start, start + part.num_outputs)
             start += part.num_outputs
             yield WeightSlot(
-                f"{part.name}.weight", (part.num_outputs, self.num_inputs), partial(self._put_weight, rows)
+                f"{part.name}.weight",
+                (part.num_outputs, self.num_inputs),
+                partial(self._put_dense, index, rows),
+                partial(self._put_packed, index),
             )
             if self.bias is not None:
                 yield WeightSlot(f"{part.name}.bias", (part.num_outputs,), partial(self._put_bias, rows))
 
-    def _put_weight(self, rows: slice, tensor: Tensor) -> None:
-        if self._num_awaited == len(self.parts):
-            shape = (self.num_outputs, self.num_inputs)
-            # A second load writes into the same memory, so that captured graphs stay valid.
-            if self.weight is None or self.weight_scale is not None:
-                self.packed = Weight(torch.empty(shape, dtype=self._options.weight_dtype, device=self._options.device))
-        self.packed.data[rows].copy_(tensor)
-        self._num_awaited -= 1
-        if self._num_awaited == 0:
-            self._num_awaited = len(self.parts)
-            self._finish(self.packed.data)
+    def _put_dense(self, index: int, rows: slice, tensor: Tensor) -> None:
+        if self._staging is None:
+            self._staging = self._rows_for_dense()
+        self._staging[rows].copy_(tensor)
+        self._put(index, dense_weight(self._staging[rows]))
+
+    def _put_packed(self, index: int, weight: Weight) -> None:
+        self._put(index, weight.to(self._options.device))
 
     def _put_bias(self, rows: slice, tensor: Tensor) -> None:
         assert self.bias is not None
         self.bias.data[rows].copy_(tensor)
 
-    def _finish(self, dense: Tensor) -> None:
-        if not self._options.is_int8:
-            self.packed = Weight(dense)
-            self.weight = _frozen(dense)
+    def _put(self, index: int, weight: Weight) -> None:
+        self._arrived[index] = weight
+        if len(self._arrived) < len(self.parts):
             return
-        fresh = quantize_int8(dense, self._options.int8_group_size)
-        assert fresh.scale is not None
-        if self.weight is not None and self.weight_scale is not None:
-            self.weight.data.copy_(fresh.data)
-            self.weight_scale.data.copy_(fresh.scale)
+        parts = [self._arrived[i] for i in range(len(self.parts))]
+        if self._staging is not None and all(part.is_dense for part in parts):
+            whole = quantize(self._staging, self._options.quantization, self._options.int8_group_size)
         else:
-            self.weight, self.weight_scale = _frozen(fresh.data), _frozen(fresh.scale)
-        self.packed = Weight(self.weight.data, self.weight_scale.data)
+            whole = stack(parts)
+        self._arrived, self._staging = {}, None
+        self.packed = kept_in_place(whole, getattr(self, "packed", None), self._options)
+        self.weight = _frozen(self.packed.data)
+        self.weight_scale = None if self.packed.scale is None else _frozen(self.packed.scale)
+        self.weight_zero = None if self.packed.zero is None else _frozen(self.packed.zero)
+
+    def _rows_for_dense(self) -> Tensor:
+        """Where plain parts are gathered: the old weights' own place when they stay dense."""
+        is_kept = self._options.quantization is Quantization.NONE and hasattr(self, "packed") and self.packed.is_dense
+        if is_kept:
+            return self.packed.data
+        shape = (self.num_outputs, self.num_inputs)
+        return torch.empty(shape, dtype=self._options.weight_dtype, device=self._options.device)
+
+
+def kept_in_place(fresh: Weight, old: Weight | None, options: LayerOptions) -> Weight:
+    """`fresh` as the device's kernels read it, in the memory of `old` when there is one: captured graphs hold pointers.
+
+    Raises:
+        ModelLoadError: the two are packed differently.
+    """
+    if options.device.type == "cpu":
+        fresh = for_cpu(fresh, options.weight_dtype)
+    if fresh.is_dense:
+        fresh = dense_weight(fresh.data.to(options.weight_dtype))
+    if old is None:
+        return fresh
+    if not old.is_like(fresh) or [one.shape for one in old.tensors] != [one.shape for one in fresh.tensors]:
+        raise ModelLoadError(
+            f"the weights are packed as {fresh.layout.value}, those they replace as {old.layout.value}"
+        )
+    for place, values in zip(old.tensors, fresh.tensors, strict=True):
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
+    return old
 
 
 class NormLinear(PackedLinear):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from graphrunner.core.errors import ModelLoadError
+from graphrunner.kernels.packed_weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,13 @@ class WeightSlot:
         name: of the tensor in the checkpoint, relative to the module that yields the slot.
         shape: that it must have.
         put: takes the tensor; copies it, so the source may be a view of a mapped file.
+        put_packed: takes a packed matrix; None where the checkpoint must hold plain numbers.
     """
 
     name: str
     shape: tuple[int, ...]
     put: Callable[[Tensor], None]
+    put_packed: Callable[[Weight], None] | None = None
 
 
 class HasWeightSlots(Protocol):
@@ -37,10 +40,10 @@ def prefixed(prefix: str, *modules: HasWeightSlots) -> Iterator[WeightSlot]:
     """The slots of `modules` under a longer name."""
     for module in modules:
         for slot in module.weight_slots():
-            yield WeightSlot(prefix + slot.name, slot.shape, slot.put)
+            yield replace(slot, name=prefix + slot.name)
 
 
-def fill_slots(slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor]]) -> None:
+def fill_slots(slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor | Weight]]) -> None:
     """Fill every slot from a stream of named tensors, in the stream's order.
 
     Raises:
@@ -55,7 +58,12 @@ def fill_slots(slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor]
             raise ModelLoadError(f"tensor {name} {problem}")
         if tuple(tensor.shape) != slot.shape:
             raise ModelLoadError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(slot.shape)}")
-        slot.put(tensor)
+        if isinstance(tensor, Tensor):
+            slot.put(tensor)
+        elif slot.put_packed is not None:
+            slot.put_packed(tensor)
+        else:
+            raise ModelLoadError(f"tensor {name} is packed as {tensor.layout.value}, where plain numbers are needed")
         filled.add(name)
     if waiting:
         others = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""

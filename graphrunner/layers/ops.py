@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphrunner.kernels import reference
 from graphrunner.kernels.cpu import ops as cpu_ops
-from graphrunner.layers.weight import Weight
+from graphrunner.kernels.packed_weight import Weight, WeightLayout, dequantize
 
 
 @cache
@@ -24,7 +24,12 @@ def _gpu_kernels() -> ModuleType:
 
 
 def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return weight.data if weight.scale is None else reference.dequantize_int8(weight.data, weight.scale).to(dtype)
+    return dequantize(weight).to(dtype)
+
+
+def _on_cpu(x: Tensor, weight: Weight) -> bool:
+    """Whether the CPU's own kernels read this weight."""
+    return x.device.type == "cpu" and weight.layout in (WeightLayout.DENSE, WeightLayout.INT8)
 
 
 def embedding(input_ids: Tensor, table: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -37,7 +42,7 @@ def embedding(input_ids: Tensor, table: Tensor, scale: float, dtype: torch.dtype
 
 def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """rms_norm(x) @ weight.T + bias; no norm when norm_weight is None. [T, K] -> [T, N], dtype of x."""
-    if x.device.type == "cpu":
+    if _on_cpu(x, weight):
         return cpu_ops.norm_linear(x, norm_weight, eps, weight.data, bias, weight.scale)
     if x.is_cuda and weight.is_dense:
         return _gpu_kernels().norm_linear(x, norm_weight, eps, weight.data, bias)
@@ -46,7 +51,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:
     """act(gate) * up of rms_norm(x); rows of the weight [2N, K] are [gate; up]. [T, K] -> [T, N]."""
-    if x.device.type == "cpu":
+    if _on_cpu(x, gate_up_weight):
         return cpu_ops.norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation, gate_up_weight.scale)
     if x.is_cuda and gate_up_weight.is_dense:
         return _gpu_kernels().norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation)
@@ -55,7 +60,7 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weig
 
 def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + x @ weight.T + bias. [T, K], [T, N] -> [T, N]. May write into `residual`: use only the result."""
-    if x.device.type == "cpu":
+    if _on_cpu(x, weight):
         return cpu_ops.linear_residual(x, weight.data, bias, residual, weight.scale)
     if x.is_cuda and weight.is_dense:
         return _gpu_kernels().linear_residual(x, weight.data, bias, residual)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from graphrunner.config.quantization import Quantization
+
 CPU = torch.device("cpu")
 
 
@@ -17,12 +19,12 @@ class LayerOptions:
         dtype: of activations.
         weight_dtype: of dense matrices as they are kept; kernels widen them as they read.
         device: where weights live.
-        is_int8: projections keep int8 weights with float32 scales.
-        int8_group_size: inputs that share a scale; 0 is one scale per output row.
+        quantization: what projections are packed into.
+        int8_group_size: inputs that share an int8 scale; 0 is one scale per output row.
     """
 
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
     device: torch.device = CPU
-    is_int8: bool = False
+    quantization: Quantization = Quantization.NONE
     int8_group_size: int = 0

@@ -11,13 +11,14 @@ from graphrunner.attention.backend import GraphSupport
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.shape_key import ForwardMode
+from graphrunner.kernels.packed_weight import Weight
 from graphrunner.kvcache.pool import KVLayerSpec, KVSpec
 from graphrunner.layers.block import BlockBuilder, rotary_tables
 from graphrunner.layers.embedding import Embedding, LMHead
 from graphrunner.layers.loading import WeightSlot, fill_slots, prefixed
 from graphrunner.layers.norm import RMSNorm
 from graphrunner.layers.options import LayerOptions
-from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.models.options import ModelOptions
 
 
 class DecoderLayer(nn.Module):
@@ -65,7 +66,7 @@ class CausalLM(nn.Module):
             options.dtype,
             options.weight_dtype or options.dtype,
             options.device,
-            options.quantization is Quantization.INT8,
+            options.quantization,
             options.int8_group_size,
         )
         tables = rotary_tables(config, options.num_positions or config.max_position, options.device)
@@ -126,7 +127,7 @@ class CausalLM(nn.Module):
             yield from prefixed(f"model.layers.{index}.", layer)
         yield from self.head.weight_slots()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor | Weight]]) -> None:
         """Fill the model from (Hugging Face name, tensor) in any order; may be called again to replace the weights.
 
         Raises:

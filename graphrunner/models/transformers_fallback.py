@@ -19,12 +19,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from graphrunner.attention.backend import AttentionSpec, GraphSupport
 from graphrunner.config.model_config import ModelConfig
+from graphrunner.config.quantization import Quantization
 from graphrunner.core.active_batch import current_batch
 from graphrunner.core.errors import ConfigError, ModelLoadError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.device.graph import eager_break
 from graphrunner.kvcache.pool import KVLayerSpec, KVSpec
-from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.models.options import ModelOptions
 from graphrunner.weights.dummy import fill_random_
 
 ATTENTION_NAME = "graphrunner_paged"

@@ -5,7 +5,8 @@ import torch
 from paged_driver import PagedDriver
 
 from graphrunner.attention.cpu_attention import CpuAttention
-from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.config.quantization import Quantization
+from graphrunner.models.options import ModelOptions
 from graphrunner.models.registry import load_model
 from graphrunner.weights.source import load_model_config, resolve_source
 

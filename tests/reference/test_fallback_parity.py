@@ -10,8 +10,9 @@ from tiny_models import NUM_TOKENS, OTHERS, TinyModel, save_tiny_model
 from graphrunner.attention.backend import GraphSupport
 from graphrunner.attention.cpu_attention import CpuAttention
 from graphrunner.attention.torch_attention import TorchAttention
+from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ConfigError, ModelLoadError
-from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.models.options import ModelOptions
 from graphrunner.models.registry import ModelImpl, load_model
 from graphrunner.models.transformers_fallback import TransformersCausalLM
 from graphrunner.weights.source import LoadFormat, load_model_config, resolve_source

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from graphrunner.config.model_config import NATIVE_ARCHITECTURES, ModelConfig
+from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ConfigError, ModelLoadError
 from graphrunner.kvcache.pool import KVPool
-from graphrunner.layers.weight import quantize_int8
-from graphrunner.models.options import ModelOptions, Quantization
+from graphrunner.models.options import ModelOptions
 from graphrunner.models.registry import NATIVE_MODELS, build_model, native_model_class
 from graphrunner.weights.dummy import iterate_dummy
+from graphrunner.weights.quantize import quantize_int8
 from graphrunner.weights.shapes import expected_shapes
 
 
@@ -79,7 +80,7 @@ def test_a_misshapen_tensor_is_named():
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_second_load_keeps_addresses(quantization, tie):
     """Captured graphs hold pointers: new weights must land where the old ones were."""
-    config = config_of(tie_embeddings=tie)
+    config = config_of(tie_embeddings=tie, hidden_size=32, intermediate_size=64, head_dim=32)
     model = build_model(config, ModelOptions(quantization=quantization))
     model.load_weights(weights_of(config).items())
     packed = [module.packed for module in model.modules() if hasattr(module, "packed")]
@@ -117,8 +118,14 @@ def test_int8_rounds_to_half_a_step(group_size):
     assert scale.shape[1] == (3 if group_size == 8 else 1)
 
 
+def test_int4_names_the_projection_width_that_has_no_groups():
+    model = build_model(config_of(), ModelOptions(quantization=Quantization.INT4))
+    with pytest.raises(ConfigError, match="quantization='int4': a projection of 24 inputs is not a multiple of any of"):
+        model.load_weights(weights_of(config_of()).items())
+
+
 def test_unknown_quantization_is_refused():
-    with pytest.raises(ConfigError, match="quantization='int3': must be one of none, int8"):
+    with pytest.raises(ConfigError, match="quantization='int3': must be one of none, int8, int4, fp8, fp8_block"):
         Quantization.from_name("int3")
 
 

@@ -34,6 +34,11 @@ class BenchedEngine:
         """The model's config.json."""
         return ALL_SHAPES[self.shape]
 
+    def decode_prompt_len(self, batch: int) -> int:
+        """What a decode step comes after: the peer's figure for 1B at batch 1 is of a short prompt."""
+        is_short = self.shape == "1B" and batch == 1
+        return self.workload.short_prompt_len if is_short else self.workload.prompt_len
+
     def seconds(self, prompt_lens: Sequence[int], output_lens: Sequence[int]) -> float:
         """Wall time of one `LLM.generate`, host included. Raises when an answer is not as long as asked."""
         from graphrunner import SamplingParams

@@ -18,19 +18,21 @@ NUM_ROUNDS = 2
 
 def decode_rows(bench: BenchedEngine) -> Iterator[Row]:
     """A row a batch size, small ones first."""
-    load = bench.workload
-    for batch in load.batches:
-        is_short = bench.shape == "1B" and batch == 1
-        prompt_len = load.short_prompt_len if is_short else load.prompt_len
-        bench.batch_seconds(batch, prompt_len, 4)
-        first_s = min(bench.batch_seconds(batch, prompt_len, 1) for _ in range(NUM_ROUNDS))
-        whole_s = min(bench.batch_seconds(batch, prompt_len, load.num_steps + 1) for _ in range(NUM_ROUNDS))
-        step_ms = 1e3 * (whole_s - first_s) / load.num_steps
-        bench.step_ms[batch] = step_ms
-        context = batch * (prompt_len + (load.num_steps + 1) // 2)
-        floor_s = decode_floor_s(bench.config, bench.ceilings, batch, context, load.bytes_per_value)
-        print(f"   steps from a graph: {graph_share(bench):.0%}; all first tokens after {1e3 * first_s:.1f} ms")
-        yield Row.of(f"decode/{bench.shape}/batch{batch}", step_ms, "ms", 1e3 * floor_s)
+    for batch in bench.workload.batches:
+        yield decode_row(bench, batch)
+
+
+def decode_row(bench: BenchedEngine, batch: int) -> Row:
+    """One batch size; `bench` keeps the figure."""
+    load, prompt_len = bench.workload, bench.decode_prompt_len(batch)
+    bench.batch_seconds(batch, prompt_len, 4)
+    first_s = min(bench.batch_seconds(batch, prompt_len, 1) for _ in range(NUM_ROUNDS))
+    whole_s = min(bench.batch_seconds(batch, prompt_len, load.num_steps + 1) for _ in range(NUM_ROUNDS))
+    bench.step_ms[batch] = step_ms = 1e3 * (whole_s - first_s) / load.num_steps
+    context = batch * (prompt_len + (load.num_steps + 1) // 2)
+    floor_s = decode_floor_s(bench.config, bench.ceilings, batch, context, load.bytes_per_value)
+    print(f"   steps from a graph: {graph_share(bench):.0%}; all first tokens after {1e3 * first_s:.1f} ms")
+    return Row.of(f"decode/{bench.shape}/batch{batch}", step_ms, "ms", 1e3 * floor_s)
 
 
 def graph_share(bench: BenchedEngine) -> float:

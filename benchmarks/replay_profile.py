@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from benched_engine import BenchedEngine
 from ceilings import elapsed_s, synchronize
-from decode_step import decode_rows
+from decode_step import decode_row
 from floors import decode_floor_s
 from result_rows import Row, RowSink
 from workload import prompt
@@ -34,24 +34,23 @@ class SteadyStep:
     Attributes:
         replay: launches the step once; every launch moves the rows on by one token.
         rewind: puts the rows back.
+        context_tokens: that the requests hold together in the middle of a round of replays.
     """
 
     replay: Callable[[], object]
     rewind: Callable[[], None]
+    context_tokens: int
 
 
 def replay_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
     """Bare replays of every batch size, their breakdown, and the host's share at batch 1."""
     load = bench.workload
-    if not bench.step_ms:
-        list(decode_rows(bench))
+    if 1 not in bench.step_ms:
+        decode_row(bench, 1)
     for batch in load.batches:
-        is_short = bench.shape == "1B" and batch == 1
-        prompt_len = load.short_prompt_len if is_short else load.prompt_len
-        with steady_step(bench, batch, prompt_len) as step:
+        with steady_step(bench, batch) as step:
             bare_ms = 1e3 * bare_seconds(step, bench.device)
-            context = batch * (prompt_len + load.num_steps // 2 + REPLAYS_A_ROUND // 2)
-            floor_s = decode_floor_s(bench.config, bench.ceilings, batch, context, load.bytes_per_value)
+            floor_s = decode_floor_s(bench.config, bench.ceilings, batch, step.context_tokens, load.bytes_per_value)
             yield Row.of(f"bare/{bench.shape}/batch{batch}", bare_ms, "ms", 1e3 * floor_s)
             if batch == 1:
                 yield Row.of(f"host_share/{bench.shape}", 100 * (bench.step_ms[1] / bare_ms - 1), "%")
@@ -60,18 +59,22 @@ def replay_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
 
 
 @contextmanager
-def steady_step(bench: BenchedEngine, batch: int, prompt_len: int) -> Iterator[SteadyStep]:
+def steady_step(bench: BenchedEngine, batch: int) -> Iterator[SteadyStep]:
     """Requests half way through their decode; they are aborted at the end."""
     from graphrunner import SamplingParams
 
     engine, load = bench.llm.engine, bench.workload
     ids = [f"steady-{bench.shape}-{batch}-{index}" for index in range(batch)]
-    params = SamplingParams(temperature=0.0, max_tokens=load.num_steps, ignore_eos=True, detokenize=False)
+    # As many tokens as there is room for: where prompts are chunked, the first requests decode beside the last prompts.
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
     for index, request_id in enumerate(ids):
-        engine.add_request(request_id, prompt(prompt_len, index, bench.config["vocab_size"]), params)
+        engine.add_request(
+            request_id, prompt(bench.decode_prompt_len(batch), index, bench.config["vocab_size"]), params
+        )
     try:
         num_decodes = 0
         while num_decodes < load.num_steps // 2:
+            assert engine.has_unfinished_requests(), "a step failed and took its requests along"
             engine.step()
             last = bench.llm.steps[-1]
             num_decodes += last.mode.value == "decode" and last.num_reqs == batch
@@ -86,8 +89,10 @@ def steady_step(bench: BenchedEngine, batch: int, prompt_len: int) -> Iterator[S
             for name, value in held.items():
                 value.copy_(kept[name])
 
+        rows = runner.buffers.tensors["request_rows"][:batch].long()
+        context_tokens = int(table.num_computed[rows].sum()) + batch * REPLAYS_A_ROUND // 2
         with torch.inference_mode(), runner.backend.replay_session():
-            yield SteadyStep(lambda: runner.backend.replay(last.key), rewind)
+            yield SteadyStep(lambda: runner.backend.replay(last.key), rewind, context_tokens)
             rewind()
     finally:
         for request_id in ids:

@@ -161,18 +161,48 @@ def new_inputs(batch: int) -> gpu_ops.DecodeInputs:
     return gpu_ops.DecodeInputs(make(torch.int32), make(torch.int64), make(torch.int32), make(torch.int64))
 
 
-def time_step(model: Model, batch: int) -> float:
-    """Milliseconds a replay of one captured decode step takes: the median of 30."""
-    rows = torch.arange(1, batch + 1, dtype=torch.int32, device=DEVICE)
-    inputs = new_inputs(batch)
+def capture_step(model: Model, batch: int, num_branches: int) -> torch.cuda.CUDAGraph:
+    """A decode step in one graph; the batch may be cut into branches that run side by side."""
+    bounds = [batch * i // num_branches for i in range(num_branches + 1)]
+    parts = []
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        rows = torch.arange(low + 1, high + 1, dtype=torch.int32, device=DEVICE)
+        parts.append((rows, new_inputs(high - low), torch.cuda.Stream()))
     model.reset()
     for _ in range(2):
-        model.step(rows, inputs)
+        for rows, inputs, _ in parts:
+            model.step(rows, inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        model.step(rows, inputs)
+        current = torch.cuda.current_stream()
+        for rows, inputs, stream in parts[1:]:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                model.step(rows, inputs)
+        model.step(*parts[0][:2])
+        for _, _, stream in parts[1:]:
+            current.wait_stream(stream)
     model.reset()
+    return graph
+
+
+def profile_step(model: Model, batch: int, num_branches: int = 1) -> list[tuple[str, int, float]]:
+    """Device time of one replay by kernel: (name, launches, microseconds), longest first."""
+    graph = capture_step(model, batch, num_branches)
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    rows = [(event.key, event.count // 3, event.self_device_time_total / 3) for event in profile.key_averages()]
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+
+
+def time_step(model: Model, batch: int, num_branches: int = 1) -> float:
+    """Milliseconds a replay of one captured decode step takes: the median of 30."""
+    graph = capture_step(model, batch, num_branches)
     times = []
     for _ in range(40):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -404,7 +434,7 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
     return table
 
 
-def run_steps(shapes: dict[str, Shape], batches: list[int], bandwidth: float) -> list[dict]:
+def run_steps(shapes: dict[str, Shape], batches: list[int], bandwidth: float, is_profiled: bool) -> list[dict]:
     """Time whole steps; one row a (shape, batch)."""
     rows = []
     for name, shape in shapes.items():
@@ -417,6 +447,11 @@ def run_steps(shapes: dict[str, Shape], batches: list[int], bandwidth: float) ->
                 torch.cuda.synchronize()
                 print(f"step {name} batch {batch} FAILED {type(problem).__name__}: {str(problem)[:300]}", flush=True)
                 continue
+            for branches in (2, 3) if batch >= 16 else ():
+                print(f"step {name} batch {batch} in {branches} branches {time_step(model, batch, branches):.3f} ms")
+            if is_profiled:
+                for kernel, count, time_us in profile_step(model, batch)[:12]:
+                    print(f"    {time_us:9.1f} us {count:4d} x {kernel[:90]}")
             rows.append({"name": f"kernels/{name}/batch{batch}", "value": round(milliseconds, 4), "unit": "ms",
                          "floor": round(floor, 4)})  # fmt: skip
             print(f"step {name:5s} batch {batch:3d} {milliseconds:8.3f} ms, floor {floor:7.3f}, "
@@ -435,6 +470,7 @@ def main() -> None:
     parser.add_argument("--tune-rows", default="1,2,4,8,16")
     parser.add_argument("--tune-attention", default="1,4,16,64,256", help="batches; empty for none")
     parser.add_argument("--exhaustive", action="store_true", help="try every tile, also of shapes already tuned")
+    parser.add_argument("--profile", action="store_true", help="print where the time of each step goes")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--json", type=Path, help="write all rows and tables here")
     arguments = parser.parse_args()
@@ -458,7 +494,7 @@ def main() -> None:
         print(f"phase attention tuned at {time.time() - started:.0f} s", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps({"tables": tables}))
-    rows = run_steps(shapes, batches, bandwidth)
+    rows = run_steps(shapes, batches, bandwidth, arguments.profile)
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": rows, "tables": tables}))
     print(f"done in {time.time() - started:.0f} s; {failed} checks failed")

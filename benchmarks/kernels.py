@@ -161,35 +161,24 @@ def new_inputs(batch: int) -> gpu_ops.DecodeInputs:
     return gpu_ops.DecodeInputs(make(torch.int32), make(torch.int64), make(torch.int32), make(torch.int64))
 
 
-def capture_step(model: Model, batch: int, num_branches: int) -> torch.cuda.CUDAGraph:
-    """A decode step in one graph; the batch may be cut into branches that run side by side."""
-    bounds = [batch * i // num_branches for i in range(num_branches + 1)]
-    parts = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
-        rows = torch.arange(low + 1, high + 1, dtype=torch.int32, device=DEVICE)
-        parts.append((rows, new_inputs(high - low), torch.cuda.Stream()))
+def capture_step(model: Model, batch: int) -> torch.cuda.CUDAGraph:
+    """A decode step in one graph."""
+    rows = torch.arange(1, batch + 1, dtype=torch.int32, device=DEVICE)
+    inputs = new_inputs(batch)
     model.reset()
     for _ in range(2):
-        for rows, inputs, _ in parts:
-            model.step(rows, inputs)
+        model.step(rows, inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        current = torch.cuda.current_stream()
-        for rows, inputs, stream in parts[1:]:
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                model.step(rows, inputs)
-        model.step(*parts[0][:2])
-        for _, _, stream in parts[1:]:
-            current.wait_stream(stream)
+        model.step(rows, inputs)
     model.reset()
     return graph
 
 
-def profile_step(model: Model, batch: int, num_branches: int = 1) -> list[tuple[str, int, float]]:
+def profile_step(model: Model, batch: int) -> list[tuple[str, int, float]]:
     """Device time of one replay by kernel: (name, launches, microseconds), longest first."""
-    graph = capture_step(model, batch, num_branches)
+    graph = capture_step(model, batch)
     graph.replay()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -200,9 +189,9 @@ def profile_step(model: Model, batch: int, num_branches: int = 1) -> list[tuple[
     return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
 
-def time_step(model: Model, batch: int, num_branches: int = 1) -> float:
+def time_step(model: Model, batch: int) -> float:
     """Milliseconds a replay of one captured decode step takes: the median of 30."""
-    graph = capture_step(model, batch, num_branches)
+    graph = capture_step(model, batch)
     times = []
     for _ in range(40):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -395,7 +384,7 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
     sms = runtime.num_multiprocessors(DEVICE)
     for shape in shapes.values():
         for batch in batches:
-            for programs in (1, 2, 4, 8):
+            for programs in (1, 2, 4, 8, 16, 32):
                 splits = decode_attention_module._num_splits(programs * sms, batch * shape.kv_heads)
                 for block_n in (32, 64, 128):
                     for warps in (2, 4, 8):
@@ -447,8 +436,6 @@ def run_steps(shapes: dict[str, Shape], batches: list[int], bandwidth: float, is
                 torch.cuda.synchronize()
                 print(f"step {name} batch {batch} FAILED {type(problem).__name__}: {str(problem)[:300]}", flush=True)
                 continue
-            for branches in (2, 3) if batch >= 16 else ():
-                print(f"step {name} batch {batch} in {branches} branches {time_step(model, batch, branches):.3f} ms")
             if is_profiled:
                 for kernel, count, time_us in profile_step(model, batch)[:12]:
                     print(f"    {time_us:9.1f} us {count:4d} x {kernel[:90]}")

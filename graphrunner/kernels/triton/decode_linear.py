@@ -1,9 +1,9 @@
-"""Launchers of the fused small-batch projections (1 to 16 rows), and their form around the library's product.
+"""Launchers of the small-batch projections (1 to 256 rows), and their form around the library's product.
 
 Twins: norm_linear, norm_gate_up, linear_residual of kernels/reference.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,20 @@ from graphrunner.kernels.triton.linear_kernels import (
 )
 from graphrunner.kernels.triton.norms import rms_norm
 from graphrunner.kernels.triton.sample import ArgmaxPartials, argmax_partials
+from graphrunner.kernels.triton.skinny_linear import (
+    ask_ahead_bytes,
+    row_block,
+    skinny_grid,
+    skinny_linear_kernel,
+    split_buffers,
+)
 
 GELU_TANH = "gelu_tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """Operands of one fused projection; see linear_kernels for the modes.
+    """Operands of one projection; see linear_kernels for the modes.
 
     Attributes:
         mode: what surrounds the product.
@@ -74,14 +81,16 @@ def num_programs(config: LinearConfig, shape: LinearShape, device: torch.device)
 def prepare_linear(
     call: LinearCall, config: LinearConfig, device: torch.device, partials: ArgmaxPartials | None = None
 ) -> runtime.Launch:
-    """The launch of one fused kernel; config.kind is not LIBRARY.
+    """The launch of one kernel; config.kind is not LIBRARY.
 
     Args:
-        call: operands; meta tensors do for compiling.
+        call: operands; meta tensors do for compiling. SKINNY takes x already normalised.
         config: which kernel, with which tiles.
         device: where it will run.
         partials: written by ARGMAX.
     """
+    if config.kind is LinearKind.SKINNY:
+        return _prepare_skinny(call, config, device, partials)
     num_rows, width = call.x.shape
     assert call.x.is_contiguous() and call.weight.is_contiguous() and call.out.is_contiguous()
     unread = call.out  # a pointer for the operands this mode does not read
@@ -121,11 +130,54 @@ def prepare_linear(
     return runtime.Launch(kernel, grid, (*operands, num_rows), settings)
 
 
+def _prepare_skinny(
+    call: LinearCall, config: LinearConfig, device: torch.device, partials: ArgmaxPartials | None
+) -> runtime.Launch:
+    num_rows, width = call.x.shape
+    assert call.x.is_contiguous() and call.weight.is_contiguous() and call.out.is_contiguous()
+    unread = call.out
+    grid = skinny_grid(config, call.shape.num_outputs, num_rows)
+    halves = 2 if call.mode is LinearMode.GATED else 1
+    partial_sums, arrived = split_buffers(config, halves, grid, num_rows, call.x)
+    pdl = runtime.use_dependent_launch(device)
+    operands = (
+        call.x,
+        call.weight,
+        call.bias if call.bias is not None else unread,
+        call.residual if call.residual is not None else unread,
+        call.out,
+        partials.values if partials is not None else unread,
+        partials.indices if partials is not None else unread,
+        partial_sums,
+        arrived,
+        call.shape.num_outputs,
+        num_rows,
+    )
+    settings = {
+        "K": width,
+        "BLOCK_B": row_block(config, num_rows),
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SPLITS": config.slices,
+        "STAGES": config.num_stages,
+        "MODE": int(call.mode),
+        "IS_GELU": call.is_gelu,
+        "HAS_BIAS": call.bias is not None,
+        "AHEAD": ask_ahead_bytes(config, width // config.slices * call.weight.element_size(), device),
+        "PDL": pdl,
+        "num_warps": config.num_warps,
+        "launch_pdl": pdl,
+    }
+    return runtime.Launch(skinny_linear_kernel, grid, operands, settings)
+
+
 def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartials | None = None) -> None:
-    """Run one fused kernel; config.kind is not LIBRARY.
+    """Run one kernel; config.kind is not LIBRARY.
 
     In graph: yes. Sync: none. Aliasing: call.out may be call.residual.
     """
+    if config.kind is LinearKind.SKINNY and call.norm_weight is not None:
+        call = replace(call, x=rms_norm(call.x, call.norm_weight, call.eps), norm_weight=None)
     prepare_linear(call, config, call.x.device, partials).run()
 
 

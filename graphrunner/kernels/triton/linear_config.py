@@ -11,8 +11,9 @@ import torch
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 
-ROW_BUCKETS = (1, 2, 4, 8, 16)
-MAX_FUSED_ROWS = ROW_BUCKETS[-1]
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_FUSED_ROWS = 16
+MAX_SKINNY_ROWS = ROW_BUCKETS[-1]
 _MAX_VECTOR_ROWS = 4
 _MIN_BLOCK_K = 64
 _LARGEST_FUSED_BYTES = 12 << 20  # measured on an H200 at 16 rows: above it the library is faster
@@ -33,6 +34,7 @@ class LinearKind(StrEnum):
     VECTOR = "vector"  # CUDA cores
     MMA = "mma"  # tensor cores, slices of K side by side
     WARPGROUP = "warpgroup"  # tensor cores, 2-D tiles
+    SKINNY = "skinny"  # tensor cores, K cut among programs; the norm is a kernel of its own
     LIBRARY = "library"  # cuBLAS, with kernels of their own around it
 
 
@@ -53,10 +55,12 @@ class LinearConfig:
         kind: implementation.
         block_n: weight rows a tile (pairs when GATED).
         block_k: columns a load.
-        slices: slices of K side by side (MMA only).
+        slices: slices of K, side by side in a program (MMA) or a program each (SKINNY).
         num_warps, num_stages: as Triton means them.
         programs_per_multiprocessor: size of the persistent grid (VECTOR only).
         trigger: 1 lets the next kernel start after the first tile's loads, 0 at this kernel's end.
+        block_b: rows of x a program multiplies at most (SKINNY only).
+        ahead_bytes: of each weight row, asked for before the wait (SKINNY only).
     """
 
     kind: LinearKind
@@ -67,6 +71,8 @@ class LinearConfig:
     num_stages: int = 3
     programs_per_multiprocessor: int = 2
     trigger: int = 1
+    block_b: int = 64
+    ahead_bytes: int = 0
 
 
 LIBRARY_CONFIG = LinearConfig(LinearKind.LIBRARY)
@@ -75,7 +81,7 @@ _overrides: dict[str, LinearConfig] = {}
 
 
 def row_bucket(num_rows: int) -> int:
-    """The smallest bucket that holds num_rows (<= MAX_FUSED_ROWS)."""
+    """The smallest bucket that holds num_rows (<= MAX_SKINNY_ROWS)."""
     return next(bucket for bucket in ROW_BUCKETS if num_rows <= bucket)
 
 
@@ -93,6 +99,14 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
     if config.kind is LinearKind.VECTOR:
         fits = shape.num_outputs % config.block_n == 0 and shape.num_inputs % config.block_k == 0
         return fits and num_rows <= _MAX_VECTOR_ROWS
+    if config.kind is LinearKind.SKINNY:
+        fits = shape.num_inputs % (config.slices * config.block_k) == 0
+        return (
+            dtype.itemsize == 2
+            and fits
+            and num_rows <= MAX_SKINNY_ROWS
+            and not (config.slices > 1 and shape.mode is LinearMode.ARGMAX)
+        )
     return (
         dtype.itemsize == 2
         and num_rows <= MAX_FUSED_ROWS
@@ -132,11 +146,11 @@ def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device:
 
     Args:
         shape: mode and sizes of the weight.
-        num_rows: rows of x; above MAX_FUSED_ROWS the answer is always the library.
+        num_rows: rows of x; above MAX_SKINNY_ROWS the answer is always the library.
         dtype: of x and the weight.
         device: where it runs.
     """
-    if num_rows > MAX_FUSED_ROWS:
+    if num_rows > MAX_SKINNY_ROWS:
         return LIBRARY_CONFIG
     key = config_key(device, dtype, shape, num_rows)
     config = _overrides.get(key)

@@ -154,7 +154,7 @@ def _weighted(x, norm_weight, dtype: tl.constexpr):
 
 
 @triton.jit
-def _mma_epilogue(
+def mma_epilogue(
     y, up, squares, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
     ROWS, K: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -236,7 +236,7 @@ def mma_linear_kernel(
         acc = tl.dot(w, operand, acc, input_precision="ieee")
         if MODE == MODE_GATED:
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
-    _mma_epilogue(
+    mma_epilogue(
         tl.sum(acc, 0), tl.sum(up_acc, 0), tl.sum(squares, 0), n, b, bias_ptr, residual_ptr, out_ptr, value_ptr,
         index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip
@@ -288,7 +288,7 @@ def warpgroup_linear_kernel(
         acc = tl.dot(w, operand, acc, input_precision="ieee")
         if MODE == MODE_GATED:
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
-    _mma_epilogue(
+    mma_epilogue(
         acc, up_acc, squares, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
         ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip

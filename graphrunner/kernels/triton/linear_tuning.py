@@ -8,17 +8,20 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from graphrunner.kernels.triton import linear_config, runtime
 from graphrunner.kernels.triton.activation import gate_mul
-from graphrunner.kernels.triton.decode_linear import LinearCall, num_programs, prepare_linear
+from graphrunner.kernels.triton.decode_linear import LinearCall, launch_linear, num_programs, prepare_linear
 from graphrunner.kernels.triton.linear_config import (
     LIBRARY_CONFIG,
+    MAX_FUSED_ROWS,
     LinearConfig,
     LinearKind,
     LinearMode,
@@ -32,6 +35,7 @@ _BYTES_PER_CHAIN = 192 << 20  # several times any L2
 _MAX_CHAIN = 48
 _MIN_RING_BYTES, _MAX_RING_BYTES = 16 << 10, 208 << 10
 _TIMED_REPLAYS = 3
+_AHEAD_BYTES = 1024
 _EPS = 1e-6
 
 
@@ -72,8 +76,10 @@ def candidate_configs(problem: LinearProblem, is_exhaustive: bool = False) -> li
     found = [LIBRARY_CONFIG]
     if num_rows <= 2:
         found += _vector_candidates(problem, is_exhaustive)
-    if num_rows >= 2:
+    if 2 <= num_rows <= MAX_FUSED_ROWS:
         found += _tensor_core_candidates(problem, is_exhaustive)
+    if num_rows > 4:
+        found += _skinny_candidates(problem, is_exhaustive)
     return [config for config in dict.fromkeys(found) if is_valid(config, shape, num_rows, problem.dtype)]
 
 
@@ -82,7 +88,7 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     shape = problem.shape
     row_bytes = shape.num_inputs * problem.dtype.itemsize * (2 if shape.mode is LinearMode.GATED else 1)
     divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
-    depths = itertools.product((3, 4, 5), (2, 3)) if is_exhaustive else ((4, 2), (3, 3), (3, 2))
+    depths = itertools.product((2, 3, 4, 5), (1, 2, 3)) if is_exhaustive else ((4, 2), (3, 3), (3, 2))
     largest = 64 << 10 if is_exhaustive else 32 << 10
     found = []
     for (num_stages, programs), block_n, num_warps in itertools.product(depths, (1, 2, 4, 8, 16), (4, 8)):
@@ -94,7 +100,8 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
         if not is_exhaustive and (num_stages, programs) == (3, 2) and tile_bytes < 24 << 10:
             continue  # only for rows too long to keep more in flight
         if fits and is_good and is_paired:
-            for block_k in {min(divisor, 2048), min(divisor, 512)}:
+            widths = (2048, 1024, 512) if is_exhaustive else (2048, 512)
+            for block_k in sorted({min(divisor, width) for width in widths}):
                 found.append(LinearConfig(LinearKind.VECTOR, block_n, block_k, 1, num_warps, num_stages, programs))
     return found
 
@@ -121,6 +128,35 @@ def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list
         if 2 * _MIN_RING_BYTES <= ring <= _MAX_RING_BYTES:
             kind = LinearKind.WARPGROUP if slices == 1 else LinearKind.MMA
             found.append(LinearConfig(kind, block_n, block_k, slices, max(slices, 4), num_stages))
+    return found
+
+
+def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[LinearConfig]:
+    """Tiles and splits that give each multiprocessor one to four programs and a ring of 48 KiB or more."""
+    shape, num_rows = problem.shape, problem.num_rows
+    halves = 2 if shape.mode is LinearMode.GATED else 1
+    num_multiprocessors = runtime.num_multiprocessors(torch.device("cuda", 0))
+    found = []
+    block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128)})
+    for block_b, block_n, block_k, num_warps in itertools.product(block_bs, (64, 128), (64, 128), (4, 8)):
+        if num_warps == 8 and block_n == 64 or block_n * block_b * halves > 16384 * (num_warps // 4):
+            continue
+        tiles = triton.cdiv(shape.num_outputs, block_n) * triton.cdiv(num_rows, block_b)
+        stage_bytes = (block_n * halves + block_b) * block_k * problem.dtype.itemsize
+        for slices in (1, 2, 4, 7, 8, 14, 16) if shape.mode is not LinearMode.ARGMAX else (1,):
+            is_filling = num_multiprocessors * 0.6 <= tiles * slices <= num_multiprocessors * 4 or slices == 1
+            if not is_filling or shape.num_inputs % (slices * block_k) or shape.num_inputs // (slices * block_k) < 2:
+                continue
+            turns = shape.num_inputs // (slices * block_k)
+            for ring_bytes in (64 << 10, 104 << 10, 200 << 10) if is_exhaustive else (104 << 10, 200 << 10):
+                num_stages = min(ring_bytes // stage_bytes, turns, 10)
+                if num_stages >= 2:
+                    found.append(
+                        LinearConfig(
+                            LinearKind.SKINNY, block_n, block_k, slices, num_warps, num_stages, block_b=block_b,
+                            ahead_bytes=_AHEAD_BYTES,
+                        )
+                    )  # fmt: skip
     return found
 
 
@@ -215,8 +251,13 @@ def time_config(problem: LinearProblem, config: LinearConfig, weights: list[Tens
     if config.kind is LinearKind.LIBRARY:
         return LinearTiming(problem, config, time_in_graph(lambda: [_run_library(call) for call in calls], len(calls)))
     partials = _partials(problem, config, device, device)
-    launches = [prepare_linear(call, config, device, partials) for call in calls]
-    return LinearTiming(problem, config, time_in_graph(lambda: [launch.run() for launch in launches], len(calls)))
+    chain = partial(_run_all, calls, config, partials)
+    return LinearTiming(problem, config, time_in_graph(chain, len(calls)))
+
+
+def _run_all(calls: list[LinearCall], config: LinearConfig, partials: ArgmaxPartials | None) -> None:
+    for call in calls:
+        launch_linear(call, config, partials)
 
 
 def weight_copies(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -264,7 +305,7 @@ def tune_decode_linear(
 
 
 def _time_all(problem: LinearProblem, configs: list[LinearConfig], weights: list[Tensor]) -> list[LinearTiming]:
-    """Timings, best first; the best few once more with the other trigger."""
+    """Timings, best first; the best few once more with the other trigger, or asking for nothing ahead."""
     timings: list[LinearTiming] = []
 
     def attempt(config: LinearConfig) -> None:
@@ -279,6 +320,8 @@ def _time_all(problem: LinearProblem, configs: list[LinearConfig], weights: list
         attempt(config)
     timings.sort(key=lambda timing: timing.time_us)
     for timing in timings[:2]:
-        if timing.config.kind is not LinearKind.LIBRARY:
+        if timing.config.kind is LinearKind.SKINNY:
+            attempt(replace(timing.config, ahead_bytes=0))
+        elif timing.config.kind is not LinearKind.LIBRARY:
             attempt(linear_config.with_trigger(timing.config, 1 - timing.config.trigger))
     return sorted(timings, key=lambda timing: timing.time_us)

@@ -68,7 +68,7 @@ class Launch:
     kernel: JITFunction
     grid: tuple[int, ...]
     operands: tuple[Tensor | int | float, ...]
-    settings: dict[str, int | bool]
+    settings: dict[str, int | bool | str]
 
     def run(self) -> None:
         """Launch on the current stream."""

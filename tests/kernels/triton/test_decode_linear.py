@@ -11,6 +11,8 @@ from graphrunner.kernels.triton.sample import ArgmaxPartials, reduce_argmax
 VECTOR = LinearConfig(LinearKind.VECTOR, block_n=2, block_k=64, num_stages=2)
 MMA = LinearConfig(LinearKind.MMA, block_n=16, block_k=32, slices=2, num_stages=2)
 WARPGROUP = LinearConfig(LinearKind.WARPGROUP, block_n=64, block_k=64, num_stages=2)
+SKINNY = LinearConfig(LinearKind.SKINNY, block_n=64, block_k=32, num_stages=2, block_b=16)
+SPLIT = LinearConfig(LinearKind.SKINNY, block_n=64, block_k=32, slices=2, num_stages=2, block_b=16)
 WIDTH, NUM_OUTPUTS, EPS = 128, 48, 1e-5
 
 
@@ -61,6 +63,18 @@ def test_tensor_core_kernels_match_twin(mode, config, device):
     """5 rows: neither a power of two nor a whole tile; 48 outputs: a ragged tile of the warpgroup kernel."""
     has_bias = mode in (LinearMode.PLAIN, LinearMode.RESIDUAL)
     _check(_call(mode, 5, torch.bfloat16, device, mode is not LinearMode.RESIDUAL, has_bias), config)
+
+
+@pytest.mark.parametrize("mode", list(LinearMode))
+@pytest.mark.parametrize("num_rows", [9, 33])
+@pytest.mark.parametrize("config", [SKINNY, SPLIT], ids=["whole", "split"])
+def test_skinny_kernel_matches_twin(mode, num_rows, config, device):
+    """33 rows: two whole blocks and a ragged one. Twice: the counters of arrived splits are ready again."""
+    if config is SPLIT and mode is LinearMode.ARGMAX:
+        config = SKINNY  # a head is large enough without splits
+    has_bias = mode in (LinearMode.PLAIN, LinearMode.RESIDUAL)
+    for _ in range(2):
+        _check(_call(mode, num_rows, torch.bfloat16, device, mode is not LinearMode.RESIDUAL, has_bias), config)
 
 
 def test_projection_without_norm(device):

@@ -139,7 +139,7 @@ def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     found = []
     block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128)})
     for block_b, block_n, block_k, num_warps in itertools.product(block_bs, (64, 128), (64, 128), (4, 8)):
-        if num_warps == 8 and block_n == 64 or block_n * block_b * halves > 16384 * (num_warps // 4):
+        if (num_warps == 8 and block_n == 64) or block_n * block_b * halves > 16384 * (num_warps // 4):
             continue
         tiles = triton.cdiv(shape.num_outputs, block_n) * triton.cdiv(num_rows, block_b)
         stage_bytes = (block_n * halves + block_b) * block_k * problem.dtype.itemsize
@@ -287,14 +287,14 @@ def tune_decode_linear(
         All timings, best first. linear_config.save_overrides keeps the winners.
     """
     jobs = [(problem, config) for problem in problems for config in candidate_configs(problem, is_exhaustive)]
-    fused = [job for job in jobs if job[1].kind is not LinearKind.LIBRARY]
+    fused = dict.fromkeys(_compiled_form(*job) for job in jobs if job[1].kind is not LinearKind.LIBRARY)
     errors = compile_all(compile_linear, fused, num_processes)
     results: dict[LinearProblem, list[LinearTiming]] = {}
     for shape in dict.fromkeys(problem.shape for problem in problems):
         mine = [problem for problem in problems if problem.shape == shape]
         weights = weight_copies(shape, mine[0].dtype, device)
         for problem in mine:
-            timings = _time_all(problem, [c for p, c in jobs if p == problem and not errors.get((p, c))], weights)
+            timings = _time_all(problem, [c for p, c in jobs if p == problem and not errors.get(_compiled_form(p, c))], weights)
             results[problem] = timings
             if report is not None:
                 report(problem, timings)
@@ -302,6 +302,11 @@ def tune_decode_linear(
             linear_config.set_config(key, timings[0].config)
         del weights
     return results
+
+
+def _compiled_form(problem: LinearProblem, config: LinearConfig) -> tuple[LinearProblem, LinearConfig]:
+    """What is compiled: the size of the grid is not."""
+    return problem, replace(config, programs_per_multiprocessor=1)
 
 
 def _time_all(problem: LinearProblem, configs: list[LinearConfig], weights: list[Tensor]) -> list[LinearTiming]:

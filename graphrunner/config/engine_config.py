@@ -93,8 +93,8 @@ class SchedulerConfig:
     """Context limit: prompt and output together, tokens."""
     max_queue_len: int | None = None
     """Most requests waiting; None is no limit."""
-    overlap: bool = False
-    """Schedule the next step while the last one runs."""
+    overlap: bool | None = None
+    """Schedule the next step while the last one runs; None is on where the device runs beside the host (CUDA)."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -81,7 +81,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     structured = _structured(tokenizer, model_config.vocab_size, eos)
     parts = _Parts(config, limits, model_config, model, device, structured)
     model_runner, scheduler = parts.build(eos)
-    core = EngineCore(scheduler, model_runner, is_overlapped=limits.overlap, on_step=seen.on_step)
+    core = EngineCore(scheduler, model_runner, is_overlapped=_is_overlapped(limits, device), on_step=seen.on_step)
     token_engine = TokenEngine(
         core,
         structured=structured,
@@ -202,6 +202,10 @@ class _Parts:
                 context, backend, account, (), prefill_sizes=sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy
             )
         return PrefillCudaGraphRunner(context, backend, account, sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy)
+
+
+def _is_overlapped(limits: SchedulerConfig, device: torch.device) -> bool:
+    return device.type == "cuda" if limits.overlap is None else limits.overlap
 
 
 def _execution_backend(

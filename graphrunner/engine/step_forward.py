@@ -27,6 +27,10 @@ class StepForward:
             hidden = self._model(batch, only_logits_rows=not is_hidden)
         if is_hidden:
             return ModelOutput(hidden_states=hidden)
+        if variant is ForwardVariant.GREEDY:
+            token_ids = self._model.greedy_tokens(hidden)
+            if token_ids is not None:
+                return ModelOutput(token_ids=token_ids)
         logits = self._model.logits(hidden)
         if variant is ForwardVariant.LOGITS:
             return ModelOutput(logits=logits)

@@ -103,6 +103,12 @@ class LMHead(nn.Module):
         """The final norm alone: [rows, hidden_size], same dtype."""
         return ops.norm(rows, self.norm.weight, self.norm.eps)
 
+    def greedy_tokens(self, rows: Tensor) -> Tensor | None:
+        """The likeliest token of each row, int32 [rows], without float32 logits; None where it takes the logits."""
+        if self.soft_cap is not None:
+            return None  # a cap can make equals of two logits
+        return ops.norm_linear_argmax(rows, self.norm.weight, self.norm.eps, self.packed)
+
     def forward(self, rows: Tensor) -> Tensor:
         logits = ops.norm_linear(rows, self.norm.weight, self.norm.eps, self.packed, None).float()
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -49,6 +49,14 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
     return reference.norm_linear(x, norm_weight, eps, _dense(weight, x.dtype), bias)
 
 
+def norm_linear_argmax(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight) -> Tensor | None:
+    """The index of each row's largest output, int32 [T]; None where no kernel finds it while it multiplies."""
+    if x.is_cuda and weight.is_dense:
+        kernels = _gpu_kernels()
+        return kernels.reduce_argmax(kernels.norm_linear_argmax(x, norm_weight, eps, weight.data)[1])
+    return None
+
+
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:
     """act(gate) * up of rms_norm(x); rows of the weight [2N, K] are [gate; up]. [T, K] -> [T, N]."""
     if _on_cpu(x, gate_up_weight):

@@ -116,6 +116,10 @@ class CausalLM(nn.Module):
         """Final norm, head and soft cap: model dtype [rows, hidden_size] -> float32 [rows, vocab_size]."""
         return self.head(hidden_rows)
 
+    def greedy_tokens(self, hidden_rows: Tensor) -> Tensor | None:
+        """The likeliest tokens, int32 [rows], where a kernel finds them without float32 logits, else None."""
+        return self.head.greedy_tokens(hidden_rows)
+
     def final_norm(self, hidden_rows: Tensor) -> Tensor:
         """What the head sees: model dtype [rows, hidden_size] -> the same."""
         return self.head.normed(hidden_rows)

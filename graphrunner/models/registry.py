@@ -57,6 +57,9 @@ class LanguageModel(Protocol):
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
 
+    def greedy_tokens(self, hidden_rows: Tensor) -> Tensor | None:
+        """See `CausalLM.greedy_tokens`."""
+
     def final_norm(self, hidden_rows: Tensor) -> Tensor:
         """See `CausalLM.final_norm`."""
 

@@ -205,6 +205,10 @@ class TransformersCausalLM(nn.Module):
         with self.relay.answering(hidden_rows.unsqueeze(0)):
             return self.causal_lm(input_ids=ids, use_cache=False).logits[0].float()
 
+    def greedy_tokens(self, hidden_rows: Tensor) -> Tensor | None:
+        """None: the head is the model's own."""
+        return None
+
     def final_norm(self, hidden_rows: Tensor) -> Tensor:
         """The rows as they are: `forward` applied the norm."""
         return hidden_rows

@@ -138,13 +138,16 @@ def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     num_multiprocessors = runtime.num_multiprocessors(torch.device("cuda", 0))
     found = []
     block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128)})
-    for block_b, block_n, block_k, num_warps in itertools.product(block_bs, (64, 128), (64, 128), (4, 8)):
-        if (num_warps == 8 and block_n == 64) or block_n * block_b * halves > 16384 * (num_warps // 4):
+    tiles_of_n = ((64, 4), (128, 4), (128, 8)) if is_exhaustive else ((64, 4), (128, 8 if num_rows > 32 else 4))
+    for block_b, (block_n, num_warps), block_k in itertools.product(block_bs, tiles_of_n, (64, 128)):
+        if block_n * block_b * halves > 16384 * (num_warps // 4):
             continue
         tiles = triton.cdiv(shape.num_outputs, block_n) * triton.cdiv(num_rows, block_b)
         stage_bytes = (block_n * halves + block_b) * block_k * problem.dtype.itemsize
         for slices in (1, 2, 4, 7, 8, 14, 16) if shape.mode is not LinearMode.ARGMAX else (1,):
-            is_filling = num_multiprocessors * 0.6 <= tiles * slices <= num_multiprocessors * 4 or slices == 1
+            most = 4 if is_exhaustive else 2.2
+            is_filling = num_multiprocessors * 0.6 <= tiles * slices <= num_multiprocessors * most
+            is_filling = is_filling or (slices == 1 and tiles > num_multiprocessors * 0.4)
             if not is_filling or shape.num_inputs % (slices * block_k) or shape.num_inputs // (slices * block_k) < 2:
                 continue
             turns = shape.num_inputs // (slices * block_k)

@@ -12,16 +12,22 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, K, eps, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; with a residual, the sum is written back to it first."""
+    """One row a program; with a residual, the sum is written back to it first.
+
+    It lets its successor start before its own wait, unlike the others (linear_kernels, Note [trigger after wait]): the
+    programs of a norm are few and all at work at once, and a projection that follows can ask for its weights while the
+    kernel before the norm still runs. So a successor may read only what no kernel writes before its own wait.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     is_real = k < K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     weight = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + k, mask=is_real, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * K + k, mask=is_real, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * K + k, mask=is_real, other=0.0).to(tl.float32)

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.outputs import StepRecord
+from graphrunner.telemetry.token_counts import TokenCounts
 
 
 class EngineMetrics:
@@ -32,13 +33,9 @@ class EngineMetrics:
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
             registry=registry,
         )
-        self._gap_s = Histogram(
-            "graphrunner_inter_token_seconds",
-            "Between two tokens of a request",
-            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
-            registry=registry,
-        )
-        self._output_tokens = Counter("graphrunner_output_tokens", "Tokens generated", registry=registry)
+        self._token_counts = TokenCounts()
+        registry.register(self._token_counts)
+        self.add_tokens = self._token_counts.add
         self._prompt_tokens = Counter("graphrunner_prompt_tokens", "Tokens of prompts", registry=registry)
         self._cached_tokens = Counter(
             "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
@@ -66,14 +63,6 @@ class EngineMetrics:
         self._first_token_s.observe(waited_s)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
-
-    def add_tokens(self, num_tokens: int, gap_s: float | None) -> None:
-        """Count tokens handed out together, `gap_s` after the ones before; None for a sequence's first."""
-        self._output_tokens.inc(num_tokens)
-        if gap_s is not None:
-            # A step with speculation yields several tokens: each of them took its share.
-            for _ in range(num_tokens):
-                self._gap_s.observe(gap_s / num_tokens)
 
     def add_finished(self, reason: str) -> None:
         """Count an ended sequence: stop, length, abort or error."""

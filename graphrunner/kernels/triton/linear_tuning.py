@@ -297,7 +297,8 @@ def tune_decode_linear(
         mine = [problem for problem in problems if problem.shape == shape]
         weights = weight_copies(shape, mine[0].dtype, device)
         for problem in mine:
-            timings = _time_all(problem, [c for p, c in jobs if p == problem and not errors.get(_compiled_form(p, c))], weights)
+            configs = [c for p, c in jobs if p == problem and not errors.get(_compiled_form(p, c))]
+            timings = _time_all(problem, configs, weights)
             results[problem] = timings
             if report is not None:
                 report(problem, timings)

@@ -18,8 +18,9 @@ from graphrunner.kernels.packed_weight import Weight, WeightLayout, dequantize
 
 @cache
 def _gpu_kernels() -> ModuleType:
-    from graphrunner.kernels.triton import gpu_ops
+    from graphrunner.kernels.triton import gpu_ops, linear_config
 
+    linear_config.load_overrides(linear_config.default_tuning_path())
     return gpu_ops
 
 

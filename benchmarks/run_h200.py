@@ -131,7 +131,7 @@ class PartRun:
             rows.touch()
             command = self.part.command(rows, device, options, cache)
             with rows.open() as lines:
-                process = subprocess.Popen(command, env=self.environment, cwd=ROOT, start_new_session=True)
+                process = subprocess.Popen(command, env=self.environment, cwd=ROOT, process_group=0)
                 try:
                     self._watch(process, lines)
                 finally:

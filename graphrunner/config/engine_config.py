@@ -131,6 +131,8 @@ class TelemetryConfig:
 
     trace: str | None = None
     """File for a Chrome / Perfetto trace of steps and request lifetimes, written when the engine closes."""
+    check_graphs: bool = False
+    """Run every replayed step eagerly too, with unreadable memory poisoned, and stop at the first difference."""
     nvtx: bool = False
     """Mark schedule, load_batch, execute, sample, capture for a profiler (NVTX on a GPU, torch.profiler elsewhere)."""
 

@@ -6,6 +6,7 @@ GraphRunnerError
 |-- InvalidRequestError(ValueError)  a request refused at the door; names the field and the value
 |-- CaptureError                     one shape could not be recorded; the engine serves it eagerly
 |-- EmbeddingFailedError             a step broke, or the model gave a vector without a direction
+|-- GraphCheckError                  the graph check found that a replay is not what eager gives
 |-- OutOfPagesError                  the page allocator was asked for more than it has
 `-- EngineDeadError                  the engine core stopped; carries its reason
 """
@@ -47,6 +48,10 @@ class CaptureError(GraphRunnerError):
 
 class EmbeddingFailedError(GraphRunnerError):
     """An embedding request ended without a usable vector; the message names it and the cause."""
+
+
+class GraphCheckError(GraphRunnerError):
+    """A replay differs from eager; the message names runner, key, requests and the place."""
 
 
 class OutOfPagesError(GraphRunnerError):

@@ -15,6 +15,7 @@ from graphrunner.config.model_config import ModelConfig
 from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.engine.check.graph_check import GraphCheck
 from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.llm_engine import LLMEngine
 from graphrunner.engine.memory_plan import plan_num_pages
@@ -141,9 +142,23 @@ class _Parts:
             pooler=Pooler(self.model.final_norm),
             account=account,
             eos_token_ids=eos,
+            check=self._check(context, account, eager, sampler, allocator),
         )
         _capture(runner)
         return runner, scheduler
+
+    def _check(
+        self,
+        context: RunnerContext,
+        account: GraphAccount,
+        eager: EagerRunner,
+        sampler: Sampler,
+        allocator: PageAllocator,
+    ) -> GraphCheck | None:
+        if not self.config.telemetry.check_graphs:
+            return None
+        pick = sampler.sample_in_graph
+        return GraphCheck(context, eager, account, model=self.model, pick=pick, free_pages=lambda: allocator.free_pages)
 
     def _reserved_bytes(self) -> int:
         """Device memory for graphs and activations, from shapes: hidden rows, logits, attention partials."""

@@ -8,8 +8,9 @@ import torch
 
 from graphrunner.core.outputs import GenerationBatchResult, ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.engine.check.graph_check import GraphCheck
 from graphrunner.runner.base_graph_runner import BaseGraphRunner, OnCapture
-from graphrunner.runner.base_runner import BaseRunner
+from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.graph_account import GraphAccount, GraphReport
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.select_runner import select_runner
@@ -29,6 +30,7 @@ class ModelRunner:
         sampler: picks tokens when the forward did not.
         pooler: makes the vectors of embedding requests.
         eos_token_ids: what min_tokens holds back.
+        check: runs every replay twice; None runs it once.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ModelRunner:
         pooler: Pooler,
         account: GraphAccount,
         eos_token_ids: frozenset[int],
+        check: GraphCheck | None = None,
     ) -> None:
         self.decode_cuda_graph_runner = decode_cuda_graph_runner
         self.prefill_cuda_graph_runner = prefill_cuda_graph_runner
@@ -51,6 +54,7 @@ class ModelRunner:
         self._pooler = pooler
         self._account = account
         self._eos_token_ids = eos_token_ids
+        self._check = check
         self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
 
     @torch.inference_mode()
@@ -61,12 +65,11 @@ class ModelRunner:
         self.sampler.apply(batch, self._eos_token_ids)
         self._pooler.apply(batch)
         selected = select_runner(self._runners, batch, self.eager_runner)
-        with ranges.LOAD_BATCH:
-            loaded = selected.runner.load_batch(batch)
-        with ranges.EXECUTE:
-            output = selected.runner.execute(loaded)
+        loaded, output = self._run(selected.runner, batch)
         with ranges.SAMPLE:
             sampled = self.sampler.sample(output, batch)
+        if self._check is not None:
+            self._check.sampled(output, sampled)
         if output.token_ids is None:
             self._store_tokens(batch, sampled)
         if selected.miss is not None and selected.missed_by:
@@ -81,6 +84,14 @@ class ModelRunner:
             prompt_logprobs=sampled.prompt_logprobs,
             embeddings=self._embeddings(output, batch),
         )
+
+    def _run(self, runner: BaseRunner, batch: ScheduledBatch) -> tuple[LoadedBatch, ModelOutput]:
+        if self._check is not None:
+            return self._check.run(runner, batch)
+        with ranges.LOAD_BATCH:
+            loaded = runner.load_batch(batch)
+        with ranges.EXECUTE:
+            return loaded, runner.execute(loaded)
 
     def capture(self, on_progress: OnCapture = lambda name, done, total: None) -> None:
         """Record every runner's list."""

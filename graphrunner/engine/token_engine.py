@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.errors import GraphCheckError, InvalidRequestError
 from graphrunner.core.outputs import EngineOutput, StepRecord
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason, Request
@@ -41,6 +41,9 @@ class TokenEngine:
         eos_token_ids: ids that end a request unless `ignore_eos`.
         has_tokenizer: whether somebody can spell the outputs; stop strings need that.
         seed: seeds the seeds of requests that bring none.
+
+    Attributes:
+        check_error: what the graph check found; offline generation takes and raises it.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class TokenEngine:
         self.vocab_size = vocab_size
         self.model_name = model_name
         self._trace_file = trace_file
+        self.check_error: GraphCheckError | None = None
         self._structured = structured
         self._eos_token_ids = eos_token_ids
         self._has_tokenizer = has_tokenizer
@@ -127,6 +131,8 @@ class TokenEngine:
         try:
             outputs = self.core.step()
         except Exception as cause:
+            if isinstance(cause, GraphCheckError):
+                self.check_error = cause
             outputs = self.core.fail_running(cause)
         if self._requests is not None:
             self._requests.took(outputs)

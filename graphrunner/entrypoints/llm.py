@@ -113,7 +113,7 @@ class LLM:
         is_finished = False
         try:
             while not is_finished:
-                for output in self.engine.step():
+                for output in self._step():
                     if output.request_id == request_id:
                         is_finished = output.finished
                         yield output
@@ -177,6 +177,14 @@ class LLM:
             raise
         return [finished[request_id] for request_id in request_ids]
 
+    def _step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        tokens = self.engine.token_engine
+        if tokens.check_error is not None:
+            error, tokens.check_error = tokens.check_error, None
+            raise error
+        return outputs
+
     def _drain(self, num_requests: int, is_shown: bool) -> Iterator[RequestOutput]:
         """Step until everything admitted has ended, under a progress bar."""
         from rich.console import Console
@@ -189,7 +197,7 @@ class LLM:
         ) as progress:
             task = progress.add_task("generating", total=num_requests)
             while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
+                for output in self._step():
                     if output.finished:
                         progress.advance(task)
                         yield output

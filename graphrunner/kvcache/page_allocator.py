@@ -30,6 +30,11 @@ class PageAllocator:
         return len(self._free)
 
     @property
+    def free_pages(self) -> tuple[int, ...]:
+        """The pages that nobody owns."""
+        return tuple(self._free)
+
+    @property
     def capacity(self) -> int:
         """Pages that can be owned at all."""
         return self.num_pages - 1

@@ -22,6 +22,7 @@ from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.static_buffers import StaticBuffers
 from graphrunner.telemetry import ranges
 
 OnCapture = Callable[[str, int, int], None]
@@ -42,10 +43,12 @@ class BaseGraphRunner(BaseRunner):
     Attributes:
         modes: the steps it takes.
         needed_support: what its attention must be able to do inside a graph.
+        buffers: what its loads fill.
     """
 
     modes: frozenset[ForwardMode]
     needed_support: GraphSupport
+    buffers: StaticBuffers
 
     def __init__(
         self,

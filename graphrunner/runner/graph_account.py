@@ -50,6 +50,7 @@ class GraphReport:
     failed: tuple[tuple[str, ShapeKey, str], ...] = ()
     misses: dict[str, int] = field(default_factory=dict)
     num_eager_steps: int = 0
+    num_checked_steps: int = 0
 
 
 class GraphAccount:
@@ -60,6 +61,7 @@ class GraphAccount:
         self._failed: list[tuple[str, ShapeKey, str]] = []
         self._misses: Counter[str] = Counter()
         self._num_eager = 0
+        self._num_checked = 0
         self._limits: dict[str, str] = {}
         self._warned: set[tuple[str, GraphMissReason]] = set()
 
@@ -93,6 +95,12 @@ class GraphAccount:
             self._warned.add((runner, miss.reason))
             log.warning("%s: no graph for a step: %s; %s", runner, miss, self._limits.get(runner, ""))
 
+    def checked(self) -> None:
+        """A replay was run once more, eagerly, and agreed."""
+        self._num_checked += 1
+
     def report(self) -> GraphReport:
         """A snapshot."""
-        return GraphReport(tuple(self._keys.values()), tuple(self._failed), dict(self._misses), self._num_eager)
+        return GraphReport(
+            tuple(self._keys.values()), tuple(self._failed), dict(self._misses), self._num_eager, self._num_checked
+        )

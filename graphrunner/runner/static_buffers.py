@@ -151,6 +151,12 @@ class StaticBuffers:
                 target[count:length] = self._pad(spec, num_real_tokens)
         self._staging.send()
 
+    def poison_padding(self, num_real_tokens: int, num_tokens: int) -> None:
+        """Give padding tokens other values that are as safe: a result that follows them reads padding. Sync: none."""
+        for name in _VARIED_PADDING:
+            if name in self.tensors:
+                self.tensors[name][num_real_tokens:num_tokens] = 1
+
     def poison(self, value: int) -> None:
         """Overwrite everything: what a load does not write shows."""
         for tensor in self.tensors.values():
@@ -172,6 +178,7 @@ class StaticBuffers:
         return num_reqs if axis is Axis.REQUEST else num_reqs + 1
 
 
+_VARIED_PADDING = ("input_ids", "positions")
 _SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *UNIFORM_BUFFERS, *HOST_BUFFERS)}
 _NOTHING = np.zeros(0, np.int64)
 

@@ -10,12 +10,6 @@ torch.set_num_threads(1)
 _CUDA = pytest.param(torch.device("cuda"), id="cuda", marks=pytest.mark.cuda)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
 @pytest.fixture(params=[pytest.param(torch.device("cpu"), id="cpu"), _CUDA])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return request.param

@@ -72,6 +72,9 @@ def generate(
         if stats:
             typer.echo(_summary(num_tokens, ended_by, time.perf_counter() - start_s, llm.steps), err=True)
             typer.echo(_compiled(llm.graph_report()), err=True)
+        if engine_options.get("check_graphs"):
+            num_checked = llm.graph_report().num_checked_steps
+            typer.echo(f"[{num_checked} replays checked against eager, no difference]", err=True)
 
 
 def _compiled(report: GraphReport) -> str:

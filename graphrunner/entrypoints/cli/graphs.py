@@ -94,4 +94,10 @@ def _as_dict(report: GraphReport) -> dict[str, object]:
         for row in report.keys
     ]
     failed = [{"runner": runner, "key": str(key), "cause": cause} for runner, key, cause in report.failed]
-    return {"keys": keys, "failed": failed, "misses": report.misses, "num_eager_steps": report.num_eager_steps}
+    return {
+        "keys": keys,
+        "failed": failed,
+        "misses": report.misses,
+        "num_eager_steps": report.num_eager_steps,
+        "num_checked_steps": report.num_checked_steps,
+    }

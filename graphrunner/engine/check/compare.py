@@ -1,0 +1,66 @@
+"""Whether two results of the same arithmetic at two shapes are the same, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_COARSE_TOLERANCE = 0.25
+"""Of 8-bit numbers, where one rounding may go the other way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The worst row of a comparison.
+
+    Attributes:
+        rows: every row that differs.
+        num_rows: rows compared.
+        error: of the worst: norm of the difference over the norm of the right row; infinite where one is not finite.
+    """
+
+    rows: tuple[int, ...]
+    num_rows: int
+    error: float
+
+    def __str__(self) -> str:
+        count = f"{len(self.rows)} of {self.num_rows} rows differ"
+        return f"relative error {self.error:.3g}, {count}, the first is row {self.rows[0]}"
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Largest relative error of a row that other tile shapes explain."""
+    return _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
+
+
+def row_difference(right: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> Difference | None:
+    """None when each row of `other` is close to that of `right`. Sync: reads back.
+
+    Args:
+        right: float [N, ...].
+        other: as `right`, or with more rows, which are ignored.
+        dtype: the numbers they were computed in, when that is not their own dtype.
+    """
+    if right.numel() == 0:
+        return None
+    a, b = (tensor[: right.shape[0]].flatten(1).to(right.device, torch.float64) for tensor in (right, other))
+    # Minus infinity on both sides is agreement, as in logits that were masked.
+    is_same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(is_same, 0.0, a - b).norm(dim=1)
+    error = gap / torch.where(a.isfinite(), a, 0.0).norm(dim=1).clamp(min=1e-6)
+    error = torch.where(gap.isfinite(), error, torch.inf)
+    is_off = ~(error <= tolerance_of(dtype or right.dtype))
+    if not bool(is_off.any()):
+        return None
+    rows = tuple(is_off.nonzero()[:, 0].tolist())
+    return Difference(rows, right.shape[0], float(error.max()))
+
+
+def is_bit_equal(a: Tensor, b: Tensor) -> bool:
+    """Every value the same, NaN included. Sync: reads back."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

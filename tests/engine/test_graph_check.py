@@ -13,7 +13,6 @@ from engine_driver import generate, greedy, pool_check, prompts_of
 
 from graphrunner import LLM, SamplingParams
 from graphrunner.core.errors import GraphCheckError
-from graphrunner.layers.weight import Weight
 from graphrunner.runner.staging import StagingBlock
 from graphrunner.sampling import sampled_tokens
 
@@ -178,7 +177,7 @@ def test_a_recording_that_reads_replaced_memory(checked: Make) -> None:
         pytest.skip("a closure has no addresses of its own")
     run(llm)
     projection = model_of(llm).layers[1].gate_up_proj
-    projection.packed = Weight(projection.packed.data.flip(1).contiguous())
+    projection.packed = replace(projection.packed, data=projection.packed.data.flip(1).contiguous())
     fails_with(llm, "recording differs from its own closure", "logits|token_ids|KV pages of layer")
 
 

@@ -209,7 +209,7 @@ def test_openapi_describes_the_bodies(http: httpx.Client) -> None:
 
 
 def test_every_documented_field_is_known() -> None:
-    """What the installed client can send is a field of our bodies: used, accepted without effect, or refused by name."""
+    """What the installed client can send is a field of our bodies: used, without effect, or refused by name."""
     from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_create_params
     from openai.types.responses import response_create_params

@@ -24,6 +24,13 @@ def _gpu_kernels() -> ModuleType:
     return gpu_ops
 
 
+@cache
+def _packed_kernels() -> ModuleType:
+    from graphrunner.kernels.triton import quantized_linear
+
+    return quantized_linear
+
+
 def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return dequantize(weight).to(dtype)
 
@@ -47,6 +54,8 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
         return cpu_ops.norm_linear(x, norm_weight, eps, weight.data, bias, weight.scale)
     if x.is_cuda and weight.is_dense:
         return _gpu_kernels().norm_linear(x, norm_weight, eps, weight.data, bias)
+    if x.is_cuda:
+        return _packed_kernels().norm_linear(x, norm_weight, eps, weight, bias)
     return reference.norm_linear(x, norm_weight, eps, _dense(weight, x.dtype), bias)
 
 
@@ -64,6 +73,8 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weig
         return cpu_ops.norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation, gate_up_weight.scale)
     if x.is_cuda and gate_up_weight.is_dense:
         return _gpu_kernels().norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation)
+    if x.is_cuda:
+        return _packed_kernels().norm_gate_up(x, norm_weight, eps, gate_up_weight, activation)
     return reference.norm_gate_up(x, norm_weight, eps, _dense(gate_up_weight, x.dtype), activation)
 
 
@@ -73,6 +84,8 @@ def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Te
         return cpu_ops.linear_residual(x, weight.data, bias, residual, weight.scale)
     if x.is_cuda and weight.is_dense:
         return _gpu_kernels().linear_residual(x, weight.data, bias, residual)
+    if x.is_cuda:
+        return _packed_kernels().linear_residual(x, weight, bias, residual)
     return reference.linear_residual(x, _dense(weight, x.dtype), bias, residual)
 
 

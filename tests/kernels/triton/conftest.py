@@ -41,6 +41,20 @@ def _create_wide_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 interpreter.InterpreterBuilder.create_dot = _create_wide_dot
 
 
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _cast_through_float32(self, src, dst_type):
+    """The interpreter would keep an integer's value as the bits of a bfloat16."""
+    if dst_type.scalar == tl.bfloat16 and src.dtype.scalar.is_int():
+        src = _cast(self, src, tl.float32)
+    return _cast(self, src, dst_type)
+
+
+interpreter.InterpreterBuilder.create_si_to_fp = _cast_through_float32
+interpreter.InterpreterBuilder.create_ui_to_fp = _cast_through_float32
+
+
 @pytest.fixture
 def device() -> torch.device:
     """Where these tests run."""

@@ -3,9 +3,11 @@
     python benchmarks/run_h200.py [--only start,decode,prefill,offline,nano,replay,graph_gain,peer] [--out DIR]
 
 Random weights, bf16, greedy, through `LLM.generate`. Each shape's measurements share one engine in a process of their
-own; a process that dies or overruns its limit costs the measurement it was at, and the next ones go on in a new one.
-Rows go into OUT/h200.json as they come, replacing rows of the same name, breakdowns into OUT/h200_profile.json; so
-parts can be run one by one. `--merge DIR` takes in the two files of another folder and runs nothing.
+own. A process that dies is started again, once, from the measurement it was at and without prefill graphs, which its
+rows then say beside the commit; one that dies again or overruns a limit costs that measurement, and the next ones go
+on in a new process. Rows go into OUT/h200.json as they come, replacing rows of the same name, breakdowns into
+OUT/h200_profile.json; so parts can be run one by one. `--merge DIR` takes in the two files of another folder and runs
+nothing.
 """
 
 import argparse
@@ -42,17 +44,28 @@ LIMITS_S = {
 }  # fmt: skip
 """Longest time of one task, by the first words of its name."""
 
+ALONE = ("start", "graph_gain", "peer")
+"""Tasks that are a process each."""
+SAFER = "prefill_graph=off"
+"""What a process that died is started again with: prefill graphs touch every measurement, and most can do without."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process: a shape's tasks that share an engine, or one that stands alone."""
+    """One process: a shape's tasks that share an engine, or one that stands alone.
+
+    Attributes:
+        options: of the engine, NAME=VALUE.
+    """
 
     shape: str
     tasks: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
-    def command(self, rows: Path, device: str, options: Sequence[str], cache: Path | None) -> list[str]:
+    def command(self, rows: Path, device: str, cache: Path | None) -> list[str]:
         """The process to start."""
-        shared = ["--device", device, "--rows", str(rows), *(part for each in options for part in ("--engine", each))]
+        options = [part for each in self.options for part in ("--engine", each)]
+        shared = ["--device", device, "--rows", str(rows), *options]
         if self.tasks == ("start",):
             where = ["--cache", str(cache)] if cache else []
             return [sys.executable, "-u", str(HERE / "capture_time.py"), "--shapes", self.shape, *where, *shared]
@@ -60,20 +73,19 @@ class Part:
         return [sys.executable, "-u", str(HERE / "worker.py"), "--shape", self.shape, "--tasks", tasks, *shared]
 
 
-def parts(wanted: Sequence[str], shapes: Sequence[str]) -> list[Part]:
+def parts(wanted: Sequence[str], shapes: Sequence[str], options: Sequence[str] = ()) -> list[Part]:
     """Starts first (they leave a warm kernel cache), then one process a shape, then what needs engines of its own."""
     shapes_of = {task: [shape for shape in planned if shape in shapes] for task, planned in PLAN}
     if "tiny" in shapes:
         shapes_of = {task: ["tiny"] for task in shapes_of if task != "peer"}
     shapes_of = {task: shapes_of[task] for task in shapes_of if task in wanted}
-    alone = ("start", "graph_gain", "peer")
     order = [shape for shape in ("8B", "0.6B", "1B", "tiny") if any(shape in each for each in shapes_of.values())]
-    found = [Part(shape, ("start",)) for shape in shapes_of.get("start", [])]
+    found = [Part(shape, ("start",), tuple(options)) for shape in shapes_of.get("start", [])]
     for shape in order:
-        tasks = tuple(task for task, on in shapes_of.items() if task not in alone and shape in on)
+        tasks = tuple(task for task, on in shapes_of.items() if task not in ALONE and shape in on)
         if tasks:
-            found.append(Part(shape, tasks))
-    return found + [Part(shape, (task,)) for task in alone[1:] for shape in shapes_of.get(task, [])]
+            found.append(Part(shape, tasks, tuple(options)))
+    return found + [Part(shape, (task,), tuple(options)) for task in ALONE[1:] for shape in shapes_of.get(task, [])]
 
 
 class Results:
@@ -96,12 +108,13 @@ class Results:
             self.profile |= profile
             save_json(self.profile_path, self.profile)
 
-    def take_item(self, item: dict) -> None:
-        """Take one line that a process appended to its file."""
+    def take_item(self, item: dict, options: Sequence[str]) -> None:
+        """Take one line that a process appended to its file; options that are not the benchmark's own are marked."""
+        commit = " ".join([self.commit, *options])
         if "row" in item:
-            self.take([replace(Row(**item["row"]), commit=self.commit)], {})
+            self.take([replace(Row(**item["row"]), commit=commit)], {})
         elif "profile" in item:
-            self.take([], {name: value | {"commit": self.commit} for name, value in item["profile"].items()})
+            self.take([], {name: value | {"commit": commit} for name, value in item["profile"].items()})
 
     def print_table(self) -> None:
         """This run's rows, and how many reach their mark."""
@@ -123,13 +136,14 @@ class PartRun:
     def __init__(self, part: Part, results: Results, deadline_s: float, environment: dict[str, str]) -> None:
         self.part, self.results, self.deadline_s, self.environment = part, results, deadline_s, environment
         self.seen: list[str] = []
+        self.is_overrun = False
 
-    def run(self, device: str, options: Sequence[str], cache: Path | None) -> tuple[bool, tuple[str, ...]]:
-        """Run the process; returns whether all went well, and the tasks that are still owed when it ended early."""
+    def run(self, device: str, cache: Path | None) -> tuple[bool, Part | None]:
+        """Run the process; returns whether all went well, and what is still owed when it ended early."""
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder) / "rows.jsonl"
             rows.touch()
-            command = self.part.command(rows, device, options, cache)
+            command = self.part.command(rows, device, cache)
             with rows.open() as lines:
                 process = subprocess.Popen(command, env=self.environment, cwd=ROOT, process_group=0)
                 try:
@@ -137,7 +151,7 @@ class PartRun:
                 finally:
                     _end(process)
                 self._take(lines)
-        return process.returncode == 0, () if process.returncode in (0, 1) else self._owed()
+        return process.returncode == 0, None if process.returncode in (0, 1) else self._owed()
 
     def _watch(self, process: subprocess.Popen, lines) -> None:
         task_began_s = time.monotonic()
@@ -148,6 +162,7 @@ class PartRun:
             now_s, limit_s = time.monotonic(), self._limit_s()
             if now_s - task_began_s > limit_s or now_s > self.deadline_s:
                 why = "the whole run's time is up" if now_s > self.deadline_s else f"over its limit of {limit_s} s"
+                self.is_overrun = True
                 print(f"!! {self.part.shape} {self.seen[-1] if self.seen else 'start'}: ended, {why}", flush=True)
                 return
 
@@ -159,17 +174,24 @@ class PartRun:
                 self.seen.append(line["task"])
                 has_begun = True
             else:
-                self.results.take_item(line)
+                self.results.take_item(line, self.part.options)
         return has_begun
 
     def _limit_s(self) -> float:
         name = self.seen[-1] if self.seen else "ceilings"
         return next(limit for words, limit in LIMITS_S.items() if name.startswith(words))
 
-    def _owed(self) -> tuple[str, ...]:
-        """The tasks after the one it ended in. Ended before any had begun, none: the next try would end there too."""
-        begun = [task for task in self.part.tasks if any(name.split()[0] == task for name in self.seen)]
-        return self.part.tasks[self.part.tasks.index(begun[-1]) + 1 :] if begun else ()
+    def _owed(self) -> Part | None:
+        """The tasks from the one it died in, made safer; if that is done already, or time ran out, those after it."""
+        part = self.part
+        begun = [task for task in part.tasks if any(name.split()[0] == task for name in self.seen)]
+        is_retried = not self.is_overrun and SAFER not in part.options and part.tasks[0] not in ALONE
+        if is_retried:
+            tasks = part.tasks[part.tasks.index(begun[-1]) :] if begun else part.tasks
+            return replace(part, tasks=tasks, options=(*part.options, SAFER))
+        # Ended before any had begun: the next try would end there too.
+        tasks = part.tasks[part.tasks.index(begun[-1]) + 1 :] if begun else ()
+        return replace(part, tasks=tasks) if tasks else None
 
 
 def _new_items(lines) -> Iterator[dict]:
@@ -202,19 +224,22 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache" if "start" in wanted else None
         environment = os.environ | {"PYTHONPATH": cache_environment(Path())["PYTHONPATH"]}
-        queue = parts(wanted, shapes)
+        queue = parts(wanted, shapes, args.engine)
         began_s = time.monotonic()
         while queue:
             part = queue.pop(0)
-            print(f"\n== {part.shape}: {', '.join(part.tasks)}, at {time.monotonic() - began_s:.0f} s", flush=True)
+            print(
+                f"\n== {part.shape}: {', '.join(part.tasks + part.options)}, at {time.monotonic() - began_s:.0f} s",
+                flush=True,
+            )
             if time.monotonic() > deadline_s - 15:
                 print("!! not run: the whole run's time is up", flush=True)
                 num_broken += 1
                 continue
-            is_fine, owed = PartRun(part, results, deadline_s, environment).run(args.device, args.engine, cache)
+            is_fine, owed = PartRun(part, results, deadline_s, environment).run(args.device, cache)
             num_broken += not is_fine
             if owed:
-                queue.insert(0, replace(part, tasks=owed))
+                queue.insert(0, owed)
             if part.tasks == ("start",) and cache is not None:
                 environment |= cache_environment(cache)
         results.print_table()

@@ -28,6 +28,8 @@ from workload import FULL, TINY, Workload
 ENGINE_TASKS = ("decode", "prefill", "nano", "offline", "replay")
 """They share one engine; `replay` comes last because it works below the engine's own account."""
 OWN_TASKS = ("graph_gain", "peer")
+BROKEN_DEVICE, NO_ENGINE = 3, 4
+"""Exit codes of a process that cannot go on; 1 is a task that failed while the others ran."""
 
 
 class Measurement:
@@ -79,7 +81,11 @@ class Measurement:
         if self.bench is None:
             self.sink.task(f"build {self.shape}")
             start_s = time.perf_counter()
-            llm = build_llm(self.shape, self.device, self.options)
+            try:
+                llm = build_llm(self.shape, self.device, self.options)
+            except Exception:  # no task of this process can do without
+                traceback.print_exc()
+                sys.exit(NO_ENGINE)
             report = llm.graph_report()
             print(f"   {len(report.keys)} graphs, {len(report.failed)} failed, {time.perf_counter() - start_s:.1f} s")
             for runner, key, cause in report.failed[:3]:
@@ -100,7 +106,7 @@ def run_tasks(measurement: Measurement, tasks: Sequence[str]) -> int:
             num_failed += 1
             if _is_device_broken(measurement.device):
                 print("the device is of no more use to this process", flush=True)
-                sys.exit(3)
+                sys.exit(BROKEN_DEVICE)
     return num_failed
 
 

@@ -132,35 +132,44 @@ def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list
 
 
 def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[LinearConfig]:
-    """Tiles and splits that give each multiprocessor one to four programs and a ring of 48 KiB or more."""
+    """Tiles and splits that give each multiprocessor a program or two, with a ring that two programs share."""
     shape, num_rows = problem.shape, problem.num_rows
     halves = 2 if shape.mode is LinearMode.GATED else 1
     num_multiprocessors = runtime.num_multiprocessors(torch.device("cuda", 0))
-    found = []
     block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128)})
     tiles_of_n = ((64, 4), (128, 4), (128, 8)) if is_exhaustive else ((64, 4), (128, 8 if num_rows > 32 else 4))
+    found = []
     for block_b, (block_n, num_warps), block_k in itertools.product(block_bs, tiles_of_n, (64, 128)):
         if block_n * block_b * halves > 16384 * (num_warps // 4):
             continue
         tiles = triton.cdiv(shape.num_outputs, block_n) * triton.cdiv(num_rows, block_b)
         stage_bytes = (block_n * halves + block_b) * block_k * problem.dtype.itemsize
-        for slices in (1, 2, 4, 7, 8, 14, 16) if shape.mode is not LinearMode.ARGMAX else (1,):
-            most = 4 if is_exhaustive else 2.2
-            is_filling = num_multiprocessors * 0.6 <= tiles * slices <= num_multiprocessors * most
-            is_filling = is_filling or (slices == 1 and tiles > num_multiprocessors * 0.4)
-            if not is_filling or shape.num_inputs % (slices * block_k) or shape.num_inputs // (slices * block_k) < 2:
-                continue
-            turns = shape.num_inputs // (slices * block_k)
-            for ring_bytes in (64 << 10, 104 << 10, 200 << 10) if is_exhaustive else (104 << 10, 200 << 10):
-                num_stages = min(ring_bytes // stage_bytes, turns, 10)
+        for slices in _good_splits(shape, tiles, block_k, num_multiprocessors, is_exhaustive):
+            # Programs that fit the card once over may have all the shared memory, else two share it.
+            is_alone = tiles * slices <= num_multiprocessors * 1.1
+            rings = (104 << 10, 200 << 10) if is_exhaustive else (_MAX_RING_BYTES if is_alone else 104 << 10,)
+            for ring_bytes in rings:
+                num_stages = min(ring_bytes // stage_bytes, shape.num_inputs // (slices * block_k), 10)
                 if num_stages >= 2:
-                    found.append(
-                        LinearConfig(
-                            LinearKind.SKINNY, block_n, block_k, slices, num_warps, num_stages, block_b=block_b,
-                            ahead_bytes=_AHEAD_BYTES,
-                        )
-                    )  # fmt: skip
+                    config = LinearConfig(LinearKind.SKINNY, block_n, block_k, slices, num_warps, num_stages)
+                    found.append(replace(config, block_b=block_b, ahead_bytes=_AHEAD_BYTES))
     return found
+
+
+def _good_splits(
+    shape: LinearShape, tiles: int, block_k: int, num_multiprocessors: int, is_exhaustive: bool
+) -> list[int]:
+    """Splits of K that come nearest to filling the card once, and twice; more of them when exhaustive."""
+    possible = [
+        slices
+        for slices in ((1, 2, 4, 7, 8, 14, 16) if shape.mode is not LinearMode.ARGMAX else (1,))
+        if shape.num_inputs % (slices * block_k) == 0 and shape.num_inputs >= 2 * slices * block_k
+    ]
+    if is_exhaustive or len(possible) <= 1:
+        return possible
+    return sorted(
+        {min(possible, key=lambda slices: abs(tiles * slices - fill * num_multiprocessors)) for fill in (0.9, 1.9)}
+    )
 
 
 def make_call(problem: LinearProblem, weight: Tensor) -> LinearCall:

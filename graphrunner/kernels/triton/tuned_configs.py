@@ -27,6 +27,8 @@ TUNED_LINEAR: dict[str, tuple[str | int, ...]] = {
     "sm90x132/16bit/plain/4096x1024/rows16": ("skinny", 64, 128, 1, 4, 8, 2, 1, 16, 0),
     "sm90x132/16bit/plain/4096x1024/rows64": ("skinny", 64, 128, 1, 4, 6, 2, 1, 64, 1024),
     "sm90x132/16bit/plain/6144x4096/rows1": ("vector", 2, 2048, 1, 8, 4, 3, 1),
+    "sm90x132/16bit/plain/6144x4096/rows16": ("skinny", 64, 128, 1, 4, 5, 2, 1, 16, 1024),
+    "sm90x132/16bit/plain/6144x4096/rows64": ("skinny", 64, 128, 1, 4, 6, 2, 1, 64, 0),
     "sm90x132/16bit/residual/1024x2048/rows1": ("vector", 4, 2048, 1, 4, 3, 3, 1),
     "sm90x132/16bit/residual/1024x2048/rows8": ("mma", 16, 256, 8, 8, 3, 2, 1),
     "sm90x132/16bit/residual/1024x2048/rows16": ("mma", 16, 256, 8, 8, 3, 2, 1),
@@ -42,6 +44,8 @@ TUNED_LINEAR: dict[str, tuple[str | int, ...]] = {
     "sm90x132/16bit/residual/2048x8192/rows1": ("vector", 2, 2048, 1, 8, 2, 3, 1),
     "sm90x132/16bit/residual/4096x14336/rows1": ("vector", 1, 2048, 1, 4, 2, 3, 1),
     "sm90x132/16bit/residual/4096x4096/rows1": ("vector", 4, 2048, 1, 4, 3, 2, 1),
+    "sm90x132/16bit/residual/4096x4096/rows16": ("skinny", 64, 128, 1, 4, 10, 2, 1, 16, 0),
+    "sm90x132/16bit/residual/4096x4096/rows64": ("library", 1, 1024, 1, 4, 3, 2, 1),
 }
 
 # key: see decode_attention.attention_key. Row: programs per multiprocessor (sets the splits), block_n, num_warps,

@@ -47,7 +47,7 @@ def tables(rows: Sequence[Row], profiles: dict[str, dict]) -> str:
     parts += [
         _profile(name, value)
         for name, value in sorted(profiles.items(), key=lambda item: sort_key(item[0]))
-        if name.startswith("decode/")
+        if "kernels" in value
     ]
     return "\n\n".join(parts)
 
@@ -63,7 +63,7 @@ def _profile(name: str, step: dict) -> str:
     """The kernels of one step that take the most of it."""
     kernels = sorted(step["kernels"].items(), key=lambda item: -item[1]["us"])
     whole_us = step["idle_us"] + sum(spent["us"] for _, spent in kernels) or 1.0
-    lines = [f"### Where the step goes: {name}, {step['step_us']:.0f} us", ""]
+    lines = [f"### Where the time goes: {name}, {step['step_us']:,.0f} us", ""]
     lines += ["| kernel | launches | us | share |", "|---|---|---|---|"]
     lines += [
         f"| {kernel} | {spent['count']:g} | {spent['us']:.1f} | {spent['us'] / whole_us:.0%} |"

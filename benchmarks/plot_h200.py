@@ -78,8 +78,8 @@ def start_figure(rows: Rows, profiles: Profiles) -> Figure | None:
 
 
 def profile_figure(rows: Rows, profiles: Profiles) -> Figure | None:
-    """Where the device's time of one decode step goes, kernel by kernel, as shares of the step."""
-    steps = {name: value for name, value in profiles.items() if name.startswith("decode/")}
+    """Where the device's time of a step goes, kernel by kernel, in shares."""
+    steps = {name: value for name, value in profiles.items() if "kernels" in value}
     if not steps:
         return None
     totals: dict[str, float] = {}
@@ -88,7 +88,7 @@ def profile_figure(rows: Rows, profiles: Profiles) -> Figure | None:
             totals[kernel] = totals.get(kernel, 0.0) + spent["us"] / _busy_us(value)
     named = sorted(totals, key=lambda kernel: -totals[kernel])[:NUM_NAMED_KERNELS]
     figure, panel = pyplot.subplots(figsize=(11, 0.6 * len(steps) + 2))
-    names = [f"{name.removeprefix('decode/')}, {value['step_us']:.0f} us" for name, value in steps.items()]
+    names = [f"{name}, {value['step_us']:.0f} us" for name, value in steps.items()]
     begin = [0.0] * len(steps)
     colours = pyplot.get_cmap("tab20")
     for index, kernel in enumerate([*named, "other kernels", "idle"]):

@@ -12,14 +12,17 @@ from benched_engine import BenchedEngine
 from ceilings import Ceilings
 from dummy_llm import build_llm
 from floors import prefill_floor_s
-from result_rows import Row
+from kernel_profile import profile_call
+from result_rows import Row, RowSink
 from workload import Workload
 
 NUM_ROUNDS = 10
+NUM_PROFILED = 16
+"""Prompts at once in the profile of the largest batch: enough to fill every step."""
 
 
-def prefill_rows(bench: BenchedEngine) -> Iterator[Row]:
-    """One prompt, then as many at once as the largest batch."""
+def prefill_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
+    """One prompt, then as many at once as the largest batch; what the kernels of one and of some of them take."""
     load, length = bench.workload, bench.workload.prompt_len
     bench.batch_seconds(1, length, 1)
     first_s = min(bench.batch_seconds(1, length, 1) for _ in range(5))
@@ -31,6 +34,10 @@ def prefill_rows(bench: BenchedEngine) -> Iterator[Row]:
     floor_s = prefill_floor_s(bench.config, bench.ceilings, [length] * batch, load.bytes_per_value)
     print(f"   {step_line(bench)}")
     yield Row.of(f"prefill{batch}/{bench.shape}", all_s, "s", floor_s)
+    for count in (1, min(batch, NUM_PROFILED)):
+        wall_s = bench.batch_seconds(count, length, 1)
+        kernels = profile_call(lambda count=count: bench.batch_seconds(count, length, 1), bench.device)
+        sink.profile(f"prefill/{bench.shape}/{count}x{length}", {"step_us": 1e6 * wall_s} | kernels)
 
 
 def graph_gain_rows(

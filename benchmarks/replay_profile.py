@@ -7,8 +7,6 @@ replayed back to back, the rows put back in between. "host_share" is what the st
 that, at batch 1.
 """
 
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from benched_engine import BenchedEngine
 from ceilings import elapsed_s, synchronize
 from decode_step import decode_row
 from floors import decode_floor_s
+from kernel_profile import profile_call
 from result_rows import Row, RowSink
 from workload import prompt
 
@@ -55,7 +54,9 @@ def replay_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
             if batch == 1:
                 yield Row.of(f"host_share/{bench.shape}", 100 * (bench.step_ms[1] / bare_ms - 1), "%")
             if batch in PROFILED_BATCHES:
-                sink.profile(f"decode/{bench.shape}/batch{batch}", {"step_us": 1e3 * bare_ms} | profile(bench, step))
+                sink.profile(
+                    f"decode/{bench.shape}/batch{batch}", {"step_us": 1e3 * bare_ms} | profile(step, bench.device)
+                )
 
 
 @contextmanager
@@ -101,67 +102,26 @@ def steady_step(bench: BenchedEngine, batch: int) -> Iterator[SteadyStep]:
             engine.step()
 
 
+def replays(step: SteadyStep) -> None:
+    """A round."""
+    for _ in range(REPLAYS_A_ROUND):
+        step.replay()
+
+
 def bare_seconds(step: SteadyStep, device: str) -> float:
     """One replay in a row of them; the best round."""
-
-    def replays() -> None:
-        for _ in range(REPLAYS_A_ROUND):
-            step.replay()
-
     best_s = float("inf")
     for _ in range(NUM_ROUNDS):
         step.rewind()
         synchronize(device)
-        best_s = min(best_s, elapsed_s(replays, device) / REPLAYS_A_ROUND)
+        best_s = min(best_s, elapsed_s(lambda: replays(step), device) / REPLAYS_A_ROUND)
     return best_s
 
 
-def profile(bench: BenchedEngine, step: SteadyStep) -> dict:
-    """Microseconds of one replay by kernel, as the device's own profiler saw them.
-
-    Kernels chained by dependent launch overlap, so each one is charged from the end of the one before it, or from
-    its own start if that is later; "idle" is when none ran.
-    """
-    is_gpu = bench.device == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if is_gpu else torch.profiler.ProfilerActivity.CPU
+def profile(step: SteadyStep, device: str) -> dict:
+    """The kernels of one replay."""
     step.rewind()
-    synchronize(bench.device)
-    with torch.profiler.profile(activities=[activity]) as profiler:
-        for _ in range(REPLAYS_A_ROUND):
-            step.replay()
-        synchronize(bench.device)
-    kind = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
-    events = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == kind and event.duration_ns() > 0
-    )
-    return _by_group(events)
-
-
-def _by_group(events: list[tuple[int, int, str]]) -> dict:
-    busy_ns: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    idle_ns, last_end = 0, events[0][0] if events else 0
-    for start, end, name in events:
-        idle_ns += max(0, start - last_end)
-        group = kernel_group(name)
-        busy_ns[group] += max(0, end - max(start, last_end))
-        counts[group] += 1
-        last_end = max(last_end, end)
-    kernels = {
-        group: {"us": round(spent / 1e3 / REPLAYS_A_ROUND, 2), "count": round(counts[group] / REPLAYS_A_ROUND, 2)}
-        for group, spent in sorted(busy_ns.items(), key=lambda item: -item[1])
-    }
-    return {"kernels": kernels, "idle_us": round(idle_ns / 1e3 / REPLAYS_A_ROUND, 2)}
-
-
-def kernel_group(name: str) -> str:
-    """A kernel's name without what templates and the vendor's tile sizes add to it."""
-    if re.match(r"nvjet|cublas|sm\d+_xmma|cutlass|gemmk|gemv|splitk|void gemv|void cutlass|void cublas", name, re.I):
-        return "cuBLAS"
-    name = name.removeprefix("void ").split("<")[0].split("(")[0]
-    return name.split("::")[-1].strip() or "unnamed"
+    return profile_call(lambda: replays(step), device, REPLAYS_A_ROUND)
 
 
 if __name__ == "__main__":

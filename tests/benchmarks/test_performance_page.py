@@ -54,7 +54,7 @@ def test_a_changed_figure_is_noticed_and_written(tmp_path: Path) -> None:
     assert text.startswith("before\n") and text.endswith("after\n") and "last week" not in text
     assert "| decode/8B/batch1 | 3.95 ms | 0.5 | 13% | 4.93 | 3.95 | 3.65 | pass |" in text
     assert f"{len(MARKS)} of {len(MARKS)} marks reached. Measured at commit abc." in text
-    assert "### Where the step goes: decode/8B/batch1, 900 us" in text
+    assert "### Where the time goes: decode/8B/batch1, 900 us" in text
 
 
 def test_shortfalls_stand_out() -> None:

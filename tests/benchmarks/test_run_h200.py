@@ -29,7 +29,8 @@ def test_every_part_runs_on_a_tiny_shape(tmp_path: Path) -> None:
     assert {row.commit for row in rows.values()} == {"abc"}
     assert all(name in done.stdout for name in rows)
     profile = json.loads((tmp_path / "h200_profile.json").read_text())
-    assert profile["decode/tiny/batch1"]["kernels"], "a step consists of something"
+    for name in ("decode/tiny/batch1", "prefill/tiny/1x24"):
+        assert profile[name]["kernels"], "a step consists of something"
 
 
 def test_parts_of_two_runs_end_up_in_one_file(tmp_path: Path) -> None:

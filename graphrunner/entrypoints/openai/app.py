@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from graphrunner import __version__
-from graphrunner.entrypoints.openai import chat, completions, embeddings, responses_api, status_routes
+from graphrunner.entrypoints.openai import chat, completions, embeddings, live_routes, responses_api, status_routes
 from graphrunner.entrypoints.openai.errors import install_error_handlers
 from graphrunner.entrypoints.openai.middleware import ApiKeys, RequestContext
 from graphrunner.entrypoints.openai.protocol import (
@@ -42,6 +42,8 @@ _GETS: tuple[tuple[str, Handler], ...] = (
     ("/v1/responses/{response_id}", responses_api.retrieve_response),
     ("/health", status_routes.health),
     ("/metrics", status_routes.metrics),
+    ("/debug/steps", live_routes.live_steps),
+    ("/", live_routes.page),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import time
 import uuid
@@ -19,6 +20,8 @@ from graphrunner.telemetry.log import get_logger, request_logging
 
 OPEN_PATHS = frozenset({"/health", "/"})
 """Answered without a key: what a probe asks for, and the page that asks for the key itself."""
+QUIET_PATHS = frozenset({"/health", "/metrics", "/debug/steps"})
+"""Asked for again and again by machines: logged at debug only."""
 access_log = get_logger("graphrunner.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -55,7 +58,8 @@ class RequestContext:
                 self._metrics.requests.labels(path, str(status)).inc()
                 if self._is_logged:
                     duration_ms = (time.perf_counter() - start_s) * 1e3
-                    access_log.info("%s %s %d %.1f ms", scope["method"], path, status, duration_ms)
+                    level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
+                    access_log.log(level, "%s %s %d %.1f ms", scope["method"], path, status, duration_ms)
 
 
 class ApiKeys:

@@ -51,6 +51,25 @@ class _Tape(TorchDispatchMode):
         return out
 
 
+class OperatorCount(TorchDispatchMode):
+    """Counts, while it is entered, the operators that a tape would keep: what computes, not what only looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        named = dict(kwargs or {})
+        out = func(*args, **named)
+        inputs = {_storage(leaf) for leaf in tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)}
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        is_new = any(_storage(tensor) not in inputs for tensor in made)
+        self.count += is_new or func._schema.is_mutable  # type: ignore[attr-defined]
+        return out
+
+
 class TapeGraph(DeviceGraph):
     """See the module. Operators that are not torch operators (a raw Triton launch) do not reach a tape."""
 

@@ -100,6 +100,8 @@ class ModelRunner:
 
     def graph_report(self) -> GraphReport:
         """Per runner and key what capture cost and how often it ran; misses by reason."""
+        for runner in self._graph_runners():
+            runner.count_nodes()
         return self._account.report()
 
     def close(self) -> None:

@@ -87,6 +87,10 @@ class ExecutionBackend(ABC):
         Sync: none.
         """
 
+    def num_nodes(self, key: ShapeKey) -> int:
+        """Kernels of a recording that were counted after its capture; 0 where `CaptureStats` says it all."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Give back everything recorded. Idempotent; keys may be recorded again after."""

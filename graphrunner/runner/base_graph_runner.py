@@ -148,6 +148,12 @@ class BaseGraphRunner(BaseRunner):
         self.account.replayed(self.name, loaded.key, loaded.num_tokens)
         return output
 
+    def count_nodes(self) -> None:
+        """Tell the account what a backend counts only at a replay."""
+        for key in self._views:
+            if num_nodes := self.backend.num_nodes(key):
+                self.account.counted(self.name, key, num_nodes)
+
     def close(self) -> None:
         """Give the recordings back. Idempotent; `capture` may follow."""
         self.backend.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.shape_key import ShapeKey
@@ -72,6 +72,11 @@ class GraphAccount:
     def captured(self, runner: str, key: ShapeKey, stats: CaptureStats) -> None:
         """A key was recorded; its counts start anew."""
         self._keys[runner, key] = KeyAccount(runner, key, stats)
+
+    def counted(self, runner: str, key: ShapeKey, num_nodes: int) -> None:
+        """A recording's kernels were counted after its capture."""
+        account = self._keys[runner, key]
+        account.stats = replace(account.stats, num_nodes=num_nodes)
 
     def failed(self, runner: str, causes: Mapping[ShapeKey, str], num_tried: int) -> None:
         """Keys could not be recorded and are served eagerly. One warning for all of them."""

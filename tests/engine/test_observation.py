@@ -36,6 +36,17 @@ def test_a_trace_that_cannot_be_written_stops_the_start(make_llm, tmp_path: Path
         make_llm(trace=str(tmp_path / "no" / "file"))
 
 
+def test_the_account_counts_operators_padding_and_misses(make_llm) -> None:
+    llm = make_llm(decode_graph="recording", prefill_graph="off", decode_sizes=[2, 4], max_num_seqs=6)
+    generate(llm, prompts_of([5, 6, 7]), greedy(4))
+    report = llm.graph_report()
+    (used,) = [key for key in report.keys if key.num_replays]
+    assert (used.key.num_reqs, used.num_replays, used.padding_share) == (4, 3, 0.25)
+    assert used.stats.num_nodes > 20 and used.stats.capture_ms > 0
+    generate(llm, prompts_of([5] * 6), greedy(4))
+    assert llm.graph_report().misses == {"NUM_REQS": 3}
+
+
 def test_ranges_show_in_a_profile(make_llm) -> None:
     llm = make_llm(nvtx=True, decode_graph="recording", capture="lazy")
     try:

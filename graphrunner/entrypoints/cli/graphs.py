@@ -72,6 +72,8 @@ def show(title: str, report: GraphReport) -> None:
     console.print(table)
     for runner, key, cause in report.failed:
         console.print(f"not captured: {runner} {key}: {cause}", markup=False)
+    if report.num_checked_steps:
+        console.print(f"{report.num_checked_steps} replays checked against eager")
     if report.misses:
         misses = Table("miss reason", "steps", title="steps without a graph", title_justify="left")
         for reason, count in sorted(report.misses.items(), key=lambda item: -item[1]):

@@ -3,10 +3,10 @@
 A field's help text stands under it; the command line prints it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
 
 
@@ -146,7 +146,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    speculative: Mapping[str, object] | None = None
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding; None is off."""
     num_threads: int | None = None
     """CPU threads; None takes the physical cores this process may use."""
 

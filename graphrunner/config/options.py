@@ -17,6 +17,7 @@ from graphrunner.config.engine_config import (
     SchedulerConfig,
     TelemetryConfig,
 )
+from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
@@ -62,9 +63,10 @@ def engine_config_from_options(options: Mapping[str, object]) -> EngineConfig:
         if name in given and given.pop(name) not in allowed:
             raise ConfigError(name, options[name], f"only {allowed[0]!r} is supported")
     sections = {name: _section(section, given) for name, section in SECTIONS.items()}
-    top = {name: given.pop(name) for name in ("speculative", "num_threads") if name in given}
-    if "speculative_config" in given:
-        top["speculative"] = given.pop("speculative_config")
+    top: dict[str, object] = {"num_threads": given.pop("num_threads")} if "num_threads" in given else {}
+    speculative = given.pop("speculative_config", None)
+    if speculative is not None:
+        top["speculative"] = SpeculativeConfig.from_mapping(speculative)  # type: ignore[arg-type]
     if given:
         name = next(iter(given))
         raise ConfigError(name, given[name], f"unknown option{_closest(name)}")

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from graphrunner.core.errors import ConfigError
-
-MAX_SPECULATIVE_TOKENS = 16
+from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

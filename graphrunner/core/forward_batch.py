@@ -41,6 +41,7 @@ class ForwardBatch:
         num_tokens, num_reqs: T and R.
         max_query_len: upper bound of the query lengths (static inside a graph).
         max_seq_len: upper bound of seq_lens (static inside a graph: the context limit).
+        draft_tokens: int32 [R, T / R - 1], device, VERIFY only; drafts, -1 where a request has fewer.
     """
 
     mode: ForwardMode
@@ -59,3 +60,4 @@ class ForwardBatch:
     num_reqs: int
     max_query_len: int
     max_seq_len: int
+    draft_tokens: torch.Tensor | None = None

@@ -20,16 +20,22 @@ class ModelOutput:
 
     Attributes:
         logits: fp32 or model dtype [num_reqs, vocab_size], device; one row a request (its last query token); under
-            `needs_all_logits` [num_tokens, vocab_size].
-        token_ids: int32 [num_reqs], device; when sampling was part of the forward.
-        hidden_states: model dtype [num_tokens, hidden_size], device; when the variant is HIDDEN.
+            `needs_all_logits` and of a VERIFY step [num_tokens, vocab_size].
+        token_ids: int32 [num_reqs], device; when sampling was part of the forward. Of a VERIFY step
+            [num_reqs, query_width]: the accepted drafts, the token that the target adds, then -1.
+        num_new: int32 [num_reqs], device; beside the token_ids of a VERIFY step: how many of them there are.
+        hidden_states: model dtype [num_tokens, hidden_size], device, before the final norm; when the variant is HIDDEN,
+            or when a proposer reads them.
+        aux_hidden_states: model dtype [num_tokens, n * hidden_size], device; outputs of n inner layers, for a proposer.
 
     Aliasing: tensors of a graph runner live in graph memory until that runner's next `execute`.
     """
 
     logits: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
+    num_new: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    aux_hidden_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +63,46 @@ class TokenHandle(Protocol):
         ...
 
 
+class BlockHandle(Protocol):
+    """What a VERIFY step yields, maybe still on its way to the host."""
+
+    def wait_blocks(self) -> list[list[int]]:
+        """Block until the copy is in: per request of the batch, its accepted drafts and one more token. Sync: yes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationBatchResult:
     """One finished (or launched) step.
 
     Attributes:
-        tokens: one id for each request of the batch whose `samples` is True, in batch order.
+        tokens: one id for each request of the batch whose `samples` is True, in batch order; for VERIFY steps blocks.
         can_run_cuda_graph: whether a recorded graph ran (of any device: the field's established name).
         runner: the name of the runner that took the step.
         key: the shape it ran at; exact size for eager.
         miss_reason: why no graph ran; None when one did.
-        logprobs: per request, the sampled token's logprobs; None where not asked.
+        logprobs: per request, the logprobs of its tokens of this step, in order; None where not asked.
         prompt_logprobs: per request, (first position, entries) for the prompt tokens computed in this step.
         embeddings: per request, the pooled hidden states of a prompt that ended in this step; empty when none did.
     """
 
-    tokens: TokenHandle
+    tokens: TokenHandle | BlockHandle
     can_run_cuda_graph: bool
     runner: str
     key: ShapeKey
     miss_reason: GraphMiss | None = None
-    logprobs: Sequence[TokenLogprobs | None] = ()
+    logprobs: Sequence[tuple[TokenLogprobs, ...] | None] = ()
     prompt_logprobs: Sequence[tuple[int, tuple[TokenLogprobs, ...]] | None] = ()
     embeddings: Sequence[tuple[float, ...] | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of the engine's own account: which graph ran, and why not."""
+    """One line of the engine's own account: which graph ran, and why not.
+
+    Attributes:
+        num_drafts, num_accepted: of a VERIFY step, draft tokens computed and those among them that stand.
+    """
 
     step_id: int
     mode: ForwardMode
@@ -97,6 +115,8 @@ class StepRecord:
     start_s: float
     duration_ms: float
     request_ids: tuple[str, ...] = ()
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     @property
     def num_padding_tokens(self) -> int:
@@ -115,6 +135,7 @@ class EngineOutput:
         finish_reason, stop_reason: set on the last output of the request.
         error: what went wrong, when finish_reason is ERROR.
         embedding: the pooled hidden states of an embedding request, on its last output.
+        num_drafts, num_accepted: drafts that this step verified for the request, and those that stand.
     """
 
     request_id: str
@@ -127,6 +148,8 @@ class EngineOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     embedding: tuple[float, ...] | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -139,8 +162,47 @@ class Logprob:
 
 
 @dataclass(slots=True)
+class SpeculationStats:
+    """What became of one output's drafts; the token that the target adds in each round is not counted.
+
+    Attributes:
+        num_drafts: draft tokens verified.
+        num_accepted: of those, how many stand.
+        accepted_lengths: entry n: rounds in which n drafts stood.
+        drafted_lengths: entry n: rounds that verified n drafts.
+    """
+
+    num_drafts: int = 0
+    num_accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    drafted_lengths: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one round."""
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+        for counts, length in ((self.accepted_lengths, num_accepted), (self.drafted_lengths, num_drafts)):
+            counts.extend([0] * (length + 1 - len(counts)))
+            counts[length] += 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds with at least one draft."""
+        return sum(self.accepted_lengths)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Drafts that stood a round; a round's tokens are one more."""
+        return self.num_accepted / self.num_rounds if self.num_rounds else 0.0
+
+
+@dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` outputs of a prompt."""
+    """One of the `n` outputs of a prompt.
+
+    Attributes:
+        speculation: what became of its drafts; None when none was verified.
+    """
 
     index: int
     text: str = ""
@@ -149,6 +211,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(slots=True)

@@ -9,9 +9,11 @@ from graphrunner.core.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_SPECULATIVE_TOKENS = 16
 _SEED_LIMIT = 1 << 63
 _FLAGS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "speculative",
 )  # fmt: skip
 
 
@@ -38,6 +40,8 @@ class SamplingParams:
         detokenize: produce text.
         skip_special_tokens, spaces_between_special_tokens: how text is made.
         structured_output: a JSON schema, regex or grammar; see `StructuredOutput`.
+        speculative: whether drafts may be verified for it, in an engine that speculates.
+        num_speculative_tokens: most drafts a round, 1 to 16; None is the engine's own number.
 
     Raises:
         InvalidRequestError: names the field and the value.
@@ -65,6 +69,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_output: "StructuredOutput | None" = None
+    speculative: bool = True
+    num_speculative_tokens: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -87,6 +93,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         self._check_flags()
         object.__setattr__(self, "logit_bias", self._checked_bias())
         object.__setattr__(self, "stop_strings", self._checked_stops())

@@ -1,5 +1,6 @@
 """One step as host integers: what the scheduler decided and every rank receives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,6 +46,9 @@ class ScheduledBatch:
 
     A request computes tokens [cached_len, cached_len + query_len) of its sequence.
 
+    A VERIFY step computes the same number of tokens for every request: its last token, its drafts, and padding where it
+    has fewer drafts than others. Drafts are on the device, in `RequestTable.draft_tokens`.
+
     Attributes:
         step_id: counts from 0; names the step in traces.
         mode: see `ForwardMode`.
@@ -52,13 +56,15 @@ class ScheduledBatch:
         cached_lens: tokens whose KV already exists when this step starts.
         query_lens: tokens computed in this step, at least 1.
         input_ids: the query tokens, flat, `num_tokens` long; -1 where the token is the row's last sampled one, which
-            only the device knows yet. Empty for a pure decode step (all would be -1).
+            only the device knows yet. Empty for decode and verify steps (all would be -1).
         samples: whether the step yields a token for the request (False for a chunk that does not end its prompt).
         sampling_need: the least sampler that serves every row with `samples`.
         needs_all_logits: some request wants prompt logprobs of tokens computed in this step.
         needs_hidden_states: some request pools hidden states (embeddings).
         row_inits, page_appends: what changed in the request table since the previous step.
-        num_draft_tokens: per request, how many of its query tokens are drafts (speculation); empty when none.
+        num_draft_tokens: VERIFY only: per request, how many of its query tokens are drafts.
+        draft_token_ids: VERIFY only: per request, its drafts, to be stored in the request table; empty when a proposer
+            on the device stored them there itself.
     """
 
     step_id: int
@@ -75,6 +81,7 @@ class ScheduledBatch:
     row_inits: tuple[RowInit, ...] = ()
     page_appends: tuple[PageAppend, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
+    draft_token_ids: tuple[Sequence[int], ...] = ()
     num_reqs: int = field(init=False)
     num_tokens: int = field(init=False)
     max_query_len: int = field(init=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,9 @@ from graphrunner.config.engine_config import CapturePolicy, EngineConfig, GraphB
 from graphrunner.config.env import log_level
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.config.quantization import Quantization
+from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
+from graphrunner.core.forward_batch import KVLayer
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.engine.check.graph_check import GraphCheck
 from graphrunner.engine.engine_core import EngineCore
@@ -29,7 +31,7 @@ from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.execution.recording import RecordingBackend
 from graphrunner.execution.registry import create_execution_backend
 from graphrunner.kvcache.page_allocator import PageAllocator
-from graphrunner.kvcache.pool import KVPool
+from graphrunner.kvcache.pool import KVPool, KVSpec
 from graphrunner.kvcache.prefix_cache import NoPrefixCache
 from graphrunner.kvcache.radix_cache import RadixCache
 from graphrunner.models.options import ModelOptions
@@ -46,7 +48,12 @@ from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.sampling.pooler import Pooler
 from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
+from graphrunner.sampling.verifier import Verifier
 from graphrunner.scheduler.scheduler import Scheduler
+from graphrunner.speculative.draft_controller import DraftController, widths_for
+from graphrunner.speculative.proposer import DeviceProposer, Proposer, ProposerContext, Target, TargetNeeds
+from graphrunner.speculative.registry import create_proposer
+from graphrunner.speculative.speculation import Speculation
 from graphrunner.telemetry.log import setup_logging
 from graphrunner.tokenizer.tokenizer import Tokenizer
 from graphrunner.weights.progress import progress_bar
@@ -64,8 +71,6 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     Raises:
         ConfigError, ModelLoadError: one line that names the setting or the file.
     """
-    if config.speculative:
-        raise ConfigError("speculative_config", config.speculative, "speculative decoding is not available")
     setup_logging(log_level())
     device = _device(config.load.device)
     seen = Observation(config.telemetry, device)
@@ -76,13 +81,27 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     source = source_of(config.load)
     model_config = load_model_config(source)
     limits = _limits(config.scheduler, model_config)
-    model = _load(config.load, source, model_config, device, limits.max_model_len)
+    if config.speculative is not None and limits.overlap:
+        raise ConfigError("overlap", limits.overlap, "must be off with speculative_config: drafts follow known tokens")
+    # Padding of a verify step stands at positions past the context limit.
+    num_positions = limits.max_model_len + _num_drafts(config)
+    model = _load(config.load, source, model_config, device, num_positions)
     tokenizer = load_tokenizer(config.load, source)
     eos = frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
     structured = _structured(tokenizer, model_config.vocab_size, eos)
-    parts = _Parts(config, limits, model_config, model, device, structured)
-    model_runner, scheduler = parts.build(eos)
-    core = EngineCore(scheduler, model_runner, is_overlapped=_is_overlapped(limits, device), on_step=seen.on_step)
+    proposer = None
+    if config.speculative is not None:
+        target = Target(model, source, limits.max_model_len, limits.max_num_seqs, config.load.seed)
+        proposer = create_proposer(config.speculative, target)
+    parts = _Parts(config, limits, model_config, model, device, structured, proposer)
+    model_runner, scheduler, speculation = parts.build(eos)
+    core = EngineCore(
+        scheduler,
+        model_runner,
+        is_overlapped=_is_overlapped(limits, device, config.speculative),
+        on_step=seen.on_step,
+        speculation=speculation,
+    )
     token_engine = TokenEngine(
         core,
         structured=structured,
@@ -109,30 +128,41 @@ class _Parts:
     model: LanguageModel
     device: torch.device
     structured: StructuredOutputCompiler | None
+    proposer: Proposer | None = None
 
-    def build(self, eos: frozenset[int]) -> tuple[ModelRunner, Scheduler]:
+    def build(self, eos: frozenset[int]) -> tuple[ModelRunner, Scheduler, Speculation | None]:
         cache, limits = self.config.cache, self.limits
         dtype = self.model.options.dtype
-        bytes_per_page = self.model.kv_spec.bytes_per_page(cache.page_size, dtype)
+        max_drafts = _num_drafts(self.config)
+        # The draft's layers live in the same pool, under the same page ids: one plan, one allocation.
+        kv_spec = KVSpec(self.model.kv_spec.layers + (self.proposer.kv_spec.layers if self.proposer else ()))
+        bytes_per_page = kv_spec.bytes_per_page(cache.page_size, dtype)
         num_pages = plan_num_pages(cache, limits, bytes_per_page, self.device, self._reserved_bytes())
-        pool = KVPool(self.model.kv_spec, num_pages, cache.page_size, dtype, self.device)
+        pool = KVPool(kv_spec, num_pages, cache.page_size, dtype, self.device)
+        target_layers = pool.layers[: len(self.model.kv_spec.layers)]
         allocator = PageAllocator(num_pages)
         prefix = RadixCache(allocator, cache.page_size) if cache.enable_prefix_caching else NoPrefixCache(allocator)
-        max_pages = -(-limits.max_model_len // cache.page_size)
-        scheduler = Scheduler(
-            limits, allocator, prefix, page_size=cache.page_size, max_model_len=limits.max_model_len,
-            max_pages_per_row=max_pages,
-        )  # fmt: skip
         num_rows = limits.max_num_seqs + 1
-        table = RequestTable(num_rows, max_pages, self.device)
+        max_seq_len = limits.max_model_len + max_drafts
+        table = RequestTable(num_rows, -(-max_seq_len // cache.page_size), self.device, max_drafts)
         sampler = Sampler(self.model_config.vocab_size, num_rows, self.device, self.structured)
+        verifier = Verifier(sampler)
         attention = create_attention(self.device)
-        forward = StepForward(self.model, sampler)
+        needs = self.proposer.needs if self.proposer else TargetNeeds()
+        forward = StepForward(self.model, sampler, verifier, needs)
         context = RunnerContext(
-            forward, forward.tail, table, pool.layers, attention, self.device, cache.page_size, limits.max_model_len
-        )
+            forward, forward.tail, table, target_layers, attention, self.device, cache.page_size, max_seq_len,
+            needs_hidden_states=needs.hidden_states or bool(needs.aux_layers),
+        )  # fmt: skip
         account = GraphAccount()
         eager = EagerRunner(context)
+        speculation = self._speculation(context, account, sampler, pool.layers)
+        if isinstance(self.proposer, DeviceProposer):
+            verifier.draft_probs = self.proposer.draft_probs()
+        scheduler = Scheduler(
+            limits, allocator, prefix, page_size=cache.page_size, max_model_len=limits.max_model_len,
+            max_pages_per_row=-(-limits.max_model_len // cache.page_size), draft_planner=speculation,
+        )  # fmt: skip
         runner = ModelRunner(
             decode_cuda_graph_runner=self._decode_runner(context, account, eager, attention),
             prefill_cuda_graph_runner=self._prefill_runner(context, account, eager, attention),
@@ -140,12 +170,67 @@ class _Parts:
             request_table=table,
             sampler=sampler,
             pooler=Pooler(self.model.final_norm),
+            verifier=verifier,
             account=account,
             eos_token_ids=eos,
             check=self._check(context, account, eager, sampler, allocator),
+            speculation=speculation,
+            verify_runners=self._verify_runners(context, account, attention, speculation),
         )
         _capture(runner)
-        return runner, scheduler
+        return runner, scheduler, speculation
+
+    def _speculation(
+        self, context: RunnerContext, account: GraphAccount, sampler: Sampler, layers: tuple[KVLayer, ...]
+    ) -> Speculation | None:
+        config, graph = self.config.speculative, self.config.graph
+        if config is None or self.proposer is None:
+            return None
+        sizes = self._decode_sizes()
+        num_own = len(context.kv_layers)
+        self.proposer.bind(
+            ProposerContext(
+                runner_context=replace(context, kv_layers=layers[num_own:]),
+                target_kv_layers=context.kv_layers,
+                sampling_rows=sampler.rows,
+                account=account,
+                new_backend=self._uniform_backend,
+                sizes=sizes,
+                max_drafts=config.num_speculative_tokens,
+                is_lazy=graph.capture is CapturePolicy.LAZY,
+            )
+        )
+        widths = widths_for(config.num_speculative_tokens, is_adaptive=config.adaptive)
+        controller = DraftController(
+            widths, sizes, is_adaptive=config.adaptive, disable_at=config.disable_by_batch_size
+        )  # fmt: skip
+        return Speculation(self.proposer, controller, config.num_speculative_tokens)
+
+    def _uniform_backend(self) -> ExecutionBackend | None:
+        """A backend for steps with the same number of tokens in every request; None where graphs are off."""
+        graph = self.config.graph
+        if graph.capture is CapturePolicy.OFF:
+            return None
+        support = min(create_attention(self.device).graph_support, self.model.graph_support)
+        return _execution_backend(graph.decode_graph, self.device, support, GraphSupport.UNIFORM)
+
+    def _verify_runners(
+        self,
+        context: RunnerContext,
+        account: GraphAccount,
+        attention: AttentionBackend,
+        speculation: Speculation | None,
+    ) -> dict[int, BaseRunner]:
+        runners: dict[int, BaseRunner] = {}
+        for width in speculation.controller.widths if speculation is not None else ():
+            backend = self._uniform_backend()
+            if backend is not None:
+                runners[width] = DecodeCudaGraphRunner(
+                    context, backend, account, self._decode_sizes(), variants=self._decode_variants(),
+                    query_width=width, name=f"verify_{width}", is_lazy=self.config.graph.capture is CapturePolicy.LAZY,
+                    is_poisoning=self.config.graph.poison_outputs,
+                )  # fmt: skip
+        return runners
 
     def _check(
         self,
@@ -179,17 +264,24 @@ class _Parts:
         if backend is None or graph.capture is CapturePolicy.OFF:
             return eager
         sizes = self._decode_sizes()
-        variants = tuple(variant for variant in ForwardVariant if variant is not ForwardVariant.HIDDEN)
+        variants = self._decode_variants()
         is_lazy = graph.capture is CapturePolicy.LAZY
-        if self.device.type == "cpu" and graph.decode_graph not in (GraphBackend.AUTO, GraphBackend.RECORDING):
-            # Filters look at their rows' parameters on the host there, which cannot be traced: sampled after the graph.
-            variants = (ForwardVariant.GREEDY, ForwardVariant.LOGITS)
         if graph.decode_graph is GraphBackend.INDUCTOR:
             limit = self.limits.max_num_seqs
             return CPUGraphRunner(context, backend, account, sizes, max_reqs=limit, variants=variants, is_lazy=is_lazy)
         return DecodeCudaGraphRunner(
             context, backend, account, sizes, variants=variants, is_lazy=is_lazy, is_poisoning=graph.poison_outputs
         )
+
+    def _decode_variants(self) -> tuple[ForwardVariant, ...]:
+        """What is recorded of decode and verify steps."""
+        if self.device.type == "cpu" and self.config.graph.decode_graph not in (
+            GraphBackend.AUTO,
+            GraphBackend.RECORDING,
+        ):
+            # Filters look at their rows' parameters on the host there, which cannot be traced: sampled after the graph.
+            return ForwardVariant.GREEDY, ForwardVariant.LOGITS
+        return tuple(variant for variant in ForwardVariant if variant is not ForwardVariant.HIDDEN)
 
     def _decode_sizes(self) -> tuple[int, ...]:
         """The user's list as given; else the default one, short where a size costs seconds to record."""
@@ -219,7 +311,9 @@ class _Parts:
         return PrefillCudaGraphRunner(context, backend, account, sizes, max_reqs=limits.max_num_seqs, is_lazy=is_lazy)
 
 
-def _is_overlapped(limits: SchedulerConfig, device: torch.device) -> bool:
+def _is_overlapped(limits: SchedulerConfig, device: torch.device, speculative: SpeculativeConfig | None) -> bool:
+    if speculative is not None:
+        return False  # drafts are planned for rows whose tokens are all known
     return device.type == "cuda" if limits.overlap is None else limits.overlap
 
 
@@ -237,6 +331,11 @@ def _execution_backend(
     if wanted is GraphBackend.RECORDING:
         return RecordingBackend(has_warm_up=not is_auto)
     return create_execution_backend(wanted, device)
+
+
+def _num_drafts(config: EngineConfig) -> int:
+    """Most draft tokens of a row and step."""
+    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
 def _capture(runner: ModelRunner) -> None:
@@ -280,8 +379,6 @@ def _num_physical_cores() -> int:
 
 def _limits(given: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:
     """The scheduler's section with the context limit of the model put in."""
-    from dataclasses import replace
-
     if given.max_model_len > model.max_position:
         if given.max_model_len == SchedulerConfig().max_model_len:
             return replace(given, max_model_len=model.max_position)
@@ -290,7 +387,7 @@ def _limits(given: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:
 
 
 def _load(
-    load: LoadConfig, source: ModelSource, config: ModelConfig, device: torch.device, max_model_len: int
+    load: LoadConfig, source: ModelSource, config: ModelConfig, device: torch.device, num_positions: int
 ) -> LanguageModel:
     if load.dtype != "auto" and load.dtype not in _DTYPES:
         raise ConfigError("dtype", load.dtype, f"must be auto or one of {', '.join(_DTYPES)}")
@@ -299,7 +396,7 @@ def _load(
     options = ModelOptions(
         dtype=_DTYPES.get(name, torch.bfloat16),
         device=device,
-        num_positions=max_model_len,
+        num_positions=num_positions,
         quantization=Quantization.from_name(load.quantization),
         trust_remote_code=load.trust_remote_code,
     )

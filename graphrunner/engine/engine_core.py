@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
-from graphrunner.core.outputs import EngineOutput, GenerationBatchResult, StepRecord
+from graphrunner.core.outputs import BlockHandle, EngineOutput, GenerationBatchResult, StepRecord, TokenHandle
 from graphrunner.core.request import FinishReason, Request
 from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode
 from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.scheduler.scheduler import RequestUpdate, Scheduler
+from graphrunner.speculative.speculation import Speculation, Verified
 from graphrunner.telemetry import ranges
 from graphrunner.telemetry.log import get_logger
 
@@ -34,6 +37,7 @@ class EngineCore:
         model_runner: runs it.
         is_overlapped: launch step n + 1 before the tokens of step n are read.
         on_step: called with every finished step's record.
+        speculation: told what became of drafts, and how long steps took; None without it.
     """
 
     def __init__(
@@ -43,11 +47,13 @@ class EngineCore:
         *,
         is_overlapped: bool = False,
         on_step: Callable[[StepRecord], None] = lambda record: None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.model_runner = model_runner
         self._is_overlapped = is_overlapped
         self._on_step = on_step
+        self._speculation = speculation
         self._in_flight: PendingStep | None = None
 
     def add_request(self, request: Request) -> None:
@@ -86,8 +92,19 @@ class EngineCore:
     def resolve(self, pending: PendingStep) -> list[EngineOutput]:
         """Wait for a step's tokens and hand them out. Sync: waits for the step."""
         scheduled, result = pending.scheduled, pending.result
-        updates = self.scheduler.update(scheduled, result.tokens.wait())
-        self._on_step(_record(pending))
+        if scheduled.mode is ForwardMode.VERIFY:
+            blocks = cast("BlockHandle", result.tokens).wait_blocks()
+            updates = self.scheduler.update_accepted(scheduled, blocks)
+            num_accepted = sum(map(len, blocks)) - len(blocks)
+        else:
+            updates = self.scheduler.update(scheduled, cast("TokenHandle", result.tokens).wait())
+            blocks, num_accepted = [], 0
+        record = _record(pending, num_accepted)
+        if self._speculation is not None:
+            rounds = zip(scheduled.rows, scheduled.num_draft_tokens, blocks, strict=True) if blocks else ()
+            verified = [Verified(row, count, len(block) - 1) for row, count, block in rounds if count]
+            self._speculation.resolved(scheduled, verified, record.duration_ms)
+        self._on_step(record)
         return [_output(update, result, index) for index, update in enumerate(updates) if update is not None]
 
     def fail_running(self, cause: BaseException) -> list[EngineOutput]:
@@ -116,17 +133,19 @@ def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) ->
     return EngineOutput(
         request_id=update.request_id,
         new_token_ids=update.new_token_ids,
-        logprobs=(logprobs,) if logprobs is not None and update.new_token_ids else None,
+        logprobs=logprobs[: len(update.new_token_ids)] if logprobs is not None and update.new_token_ids else None,
         prompt_logprobs=prompt_logprobs[1] if prompt_logprobs else None,
         prompt_logprobs_start=prompt_logprobs[0] if prompt_logprobs else 0,
         finish_reason=update.finish_reason,
         stop_reason=update.stop_reason,
         num_cached_tokens=update.num_cached_tokens,
         embedding=result.embeddings[index] if result.embeddings else None,
+        num_drafts=update.num_drafts,
+        num_accepted=update.num_accepted,
     )
 
 
-def _record(pending: PendingStep) -> StepRecord:
+def _record(pending: PendingStep, num_accepted: int) -> StepRecord:
     scheduled, result = pending.scheduled, pending.result
     return StepRecord(
         step_id=scheduled.step_id,
@@ -140,4 +159,6 @@ def _record(pending: PendingStep) -> StepRecord:
         start_s=pending.start_s,
         duration_ms=(time.perf_counter() - pending.start_s) * 1e3,
         request_ids=scheduled.request_ids,
+        num_drafts=sum(scheduled.num_draft_tokens),
+        num_accepted=num_accepted,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from graphrunner.core.outputs import GenerationBatchResult, ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode
 from graphrunner.engine.check.graph_check import GraphCheck
 from graphrunner.runner.base_graph_runner import BaseGraphRunner, OnCapture
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
@@ -15,8 +16,12 @@ from graphrunner.runner.graph_account import GraphAccount, GraphReport
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.select_runner import select_runner
 from graphrunner.sampling.pooler import Pooler
-from graphrunner.sampling.sampled_tokens import SampledTokens
+from graphrunner.sampling.rows import to_device
+from graphrunner.sampling.sampled_tokens import SampledTokens, VerifiedTokens
 from graphrunner.sampling.sampler import Sampler
+from graphrunner.sampling.verifier import Verifier
+from graphrunner.speculative.proposer import DraftRound
+from graphrunner.speculative.speculation import Speculation
 from graphrunner.telemetry import ranges
 
 
@@ -29,6 +34,9 @@ class ModelRunner:
         request_table: device rows.
         sampler: picks tokens when the forward did not.
         pooler: makes the vectors of embedding requests.
+        verifier: accepts drafts when the forward did not.
+        speculation: makes drafts; None for none.
+        verify_runners: graph runners of VERIFY steps, by query width.
         eos_token_ids: what min_tokens holds back.
         check: runs every replay twice; None runs it once.
     """
@@ -42,9 +50,12 @@ class ModelRunner:
         request_table: RequestTable,
         sampler: Sampler,
         pooler: Pooler,
+        verifier: Verifier,
         account: GraphAccount,
         eos_token_ids: frozenset[int],
         check: GraphCheck | None = None,
+        speculation: Speculation | None = None,
+        verify_runners: Mapping[int, BaseRunner] | None = None,
     ) -> None:
         self.decode_cuda_graph_runner = decode_cuda_graph_runner
         self.prefill_cuda_graph_runner = prefill_cuda_graph_runner
@@ -55,6 +66,9 @@ class ModelRunner:
         self._account = account
         self._eos_token_ids = eos_token_ids
         self._check = check
+        self.verify_runners = dict(verify_runners or {})
+        self._verifier = verifier
+        self._speculation = speculation
         self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
 
     @torch.inference_mode()
@@ -64,14 +78,18 @@ class ModelRunner:
         self.request_table.apply(batch)
         self.sampler.apply(batch, self._eos_token_ids)
         self._pooler.apply(batch)
-        selected = select_runner(self._runners, batch, self.eager_runner)
+        if self._speculation is not None:
+            self._speculation.take_rows(batch)
+        selected = select_runner(self._runners_for(batch), batch, self.eager_runner)
         loaded, output = self._run(selected.runner, batch)
+        sampled: SampledTokens | VerifiedTokens
         with ranges.SAMPLE:
-            sampled = self.sampler.sample(output, batch)
-        if self._check is not None:
-            self._check.sampled(output, sampled)
-        if output.token_ids is None:
-            self._store_tokens(batch, sampled)
+            if batch.mode is ForwardMode.VERIFY:
+                sampled = self._verified(batch, loaded, output)
+            else:
+                sampled = self._sampled(batch, output)
+        if self._speculation is not None:
+            self._propose(self._speculation, batch, loaded, output, sampled)
         if selected.miss is not None and selected.missed_by:
             self._account.missed(selected.missed_by, selected.miss)
         return GenerationBatchResult(
@@ -81,7 +99,7 @@ class ModelRunner:
             key=loaded.key,
             miss_reason=selected.miss,
             logprobs=sampled.logprobs,
-            prompt_logprobs=sampled.prompt_logprobs,
+            prompt_logprobs=sampled.prompt_logprobs if isinstance(sampled, SampledTokens) else (),
             embeddings=self._embeddings(output, batch),
         )
 
@@ -108,14 +126,58 @@ class ModelRunner:
         """Give the recordings back. Idempotent."""
         for runner in self._graph_runners():
             runner.close()
+        if self._speculation is not None:
+            self._speculation.close()
 
     def _graph_runners(self) -> list[BaseGraphRunner]:
-        return [runner for runner in self._runners if isinstance(runner, BaseGraphRunner)]
+        own = (*self._runners, *self.verify_runners.values())
+        drafting = self._speculation.runners() if self._speculation is not None else ()
+        return [runner for runner in (*own, *drafting) if isinstance(runner, BaseGraphRunner)]
 
     def _capture_pending(self) -> None:
-        for runner in self._runners:
-            if isinstance(runner, BaseGraphRunner):
-                runner.capture_pending()
+        for runner in self._graph_runners():
+            runner.capture_pending()
+
+    def _runners_for(self, batch: ScheduledBatch) -> Sequence[BaseRunner]:
+        if batch.mode is not ForwardMode.VERIFY:
+            return self._runners
+        runner = self.verify_runners.get(batch.max_query_len)
+        return () if runner is None else (runner,)
+
+    def _sampled(self, batch: ScheduledBatch, output: ModelOutput) -> SampledTokens:
+        sampled = self.sampler.sample(output, batch)
+        if self._check is not None:
+            self._check.sampled(output, sampled)
+        if output.token_ids is None:
+            self._store_tokens(batch, sampled)
+        return sampled
+
+    def _verified(self, batch: ScheduledBatch, loaded: LoadedBatch, output: ModelOutput) -> VerifiedTokens:
+        drafts = loaded.batch.draft_tokens
+        assert drafts is not None, "a verify step has drafts"
+        verified = self._verifier.verify(output, batch, drafts[: batch.num_reqs])
+        if output.token_ids is None:
+            rows = loaded.batch.request_rows[: batch.num_reqs]
+            self.request_table.store_accepted(rows, verified.token_ids, verified.num_new)
+        return verified
+
+    def _propose(
+        self,
+        speculation: Speculation,
+        batch: ScheduledBatch,
+        loaded: LoadedBatch,
+        output: ModelOutput,
+        sampled: SampledTokens | VerifiedTokens,
+    ) -> None:
+        """Have the next drafts made on the device, behind the step that was just launched."""
+        num_drafts = speculation.num_drafts_after(batch)
+        if num_drafts is not None:
+            token_ids, num_new = _new_tokens(batch, sampled)
+            round_ = DraftRound(
+                batch, loaded.batch, num_drafts, token_ids, num_new, output.hidden_states, output.aux_hidden_states
+            )
+            speculation.propose(round_)
+        speculation.took_step(batch, num_drafts)
 
     def _embeddings(self, output: ModelOutput, batch: ScheduledBatch) -> Sequence[tuple[float, ...] | None]:
         if not batch.needs_hidden_states:
@@ -129,3 +191,17 @@ class ModelRunner:
         if rows:
             token_ids = sampled.token_ids
             self.request_table.store_tokens(torch.tensor(rows, dtype=torch.int32, device=token_ids.device), token_ids)
+
+
+def _new_tokens(batch: ScheduledBatch, sampled: SampledTokens | VerifiedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token_ids [R, W], num_new [R]) of any step, as `DraftRound` has them."""
+    token_ids = sampled.token_ids
+    if isinstance(sampled, VerifiedTokens):
+        return token_ids, sampled.num_new
+    if all(batch.samples):
+        return token_ids[: batch.num_reqs].unsqueeze(1), torch.ones_like(token_ids[: batch.num_reqs])
+    places = [index for index, samples in enumerate(batch.samples) if samples]
+    at = to_device(torch.tensor(places, dtype=torch.int64), token_ids.device)
+    picked = token_ids if token_ids.shape[0] == len(places) else token_ids.index_select(0, at)
+    whole = torch.full((batch.num_reqs,), -1, dtype=torch.int32, device=token_ids.device).index_copy_(0, at, picked)
+    return whole.unsqueeze(1), (whole >= 0).to(torch.int32)

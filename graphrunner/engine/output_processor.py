@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from graphrunner.core.outputs import CompletionOutput, EngineOutput, Logprob, RequestOutput, TokenLogprobs
+from graphrunner.core.outputs import (
+    CompletionOutput,
+    EngineOutput,
+    Logprob,
+    RequestOutput,
+    SpeculationStats,
+    TokenLogprobs,
+)
 from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.sequence_ids import sequence_ids
@@ -142,6 +149,9 @@ class OutputProcessor:
         if output.prompt_logprobs and state.prompt_logprobs is not None:
             for offset, scored in enumerate(output.prompt_logprobs):
                 state.prompt_logprobs[output.prompt_logprobs_start + offset] = _named(scored, state.tokenizer)
+        if output.num_drafts:
+            stats = sequence.completion.speculation = sequence.completion.speculation or SpeculationStats()
+            stats.add(output.num_drafts, output.num_accepted)
         stopped_by: str | None = None
         for place, token_id in enumerate(output.new_token_ids):
             entry = output.logprobs[place] if output.logprobs else None
@@ -242,7 +252,7 @@ def _snapshot(sequence: _Sequence) -> CompletionOutput:
     """All of a completion so far, in lists of its own."""
     whole = sequence.completion
     logprobs = None if whole.logprobs is None else list(whole.logprobs)
-    return replace(whole, token_ids=list(whole.token_ids), logprobs=logprobs)
+    return replace(whole, token_ids=list(whole.token_ids), logprobs=logprobs, speculation=_copied(whole.speculation))
 
 
 def _delta(sequence: _Sequence) -> CompletionOutput:
@@ -258,7 +268,15 @@ def _delta(sequence: _Sequence) -> CompletionOutput:
         logprobs=None if whole.logprobs is None else whole.logprobs[first_token:],
         finish_reason=whole.finish_reason,
         stop_reason=whole.stop_reason,
+        speculation=_copied(whole.speculation),
     )
+
+
+def _copied(stats: SpeculationStats | None) -> SpeculationStats | None:
+    if stats is None:
+        return None
+    lengths = list(stats.accepted_lengths), list(stats.drafted_lengths)
+    return SpeculationStats(stats.num_drafts, stats.num_accepted, *lengths)
 
 
 def _named(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

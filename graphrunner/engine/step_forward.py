@@ -1,4 +1,4 @@
-"""The closure that runners are given: model, logits and, by variant, sampling."""
+"""The closure that runners are given: model, logits and, by variant, sampling and the acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -10,31 +10,56 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.models.registry import LanguageModel
 from graphrunner.sampling.sampler import Sampler
+from graphrunner.sampling.verifier import Verifier, accept
+from graphrunner.speculative.proposer import TargetNeeds
 
 
 class StepForward:
-    """Everything between the gathered inputs and the outputs of one step."""
+    """Everything between the gathered inputs and the outputs of one step.
 
-    def __init__(self, model: LanguageModel, sampler: Sampler) -> None:
+    Args:
+        verifier: accepts the drafts of VERIFY steps.
+        needs: what a proposer reads of every step.
+    """
+
+    def __init__(
+        self, model: LanguageModel, sampler: Sampler, verifier: Verifier, needs: TargetNeeds | None = None
+    ) -> None:
         self._model = model
         self._sampler = sampler
+        self._verifier = verifier
+        self._needs = needs or TargetNeeds()
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """See `ForwardVariant` for what comes back. In graph: yes."""
         is_hidden = variant is ForwardVariant.HIDDEN
+        keeps_hidden = is_hidden or self._needs.hidden_states
+        taps = dict.fromkeys(self._needs.aux_layers, batch.positions)
         with active_batch(batch):  # a foreign model's attention can be handed nothing
-            hidden = self._model(batch, only_logits_rows=not is_hidden)
+            hidden = self._model(batch, only_logits_rows=not keeps_hidden, taps=taps or None)
+        kept = hidden if keeps_hidden else None
+        aux = torch.cat([taps[index] for index in self._needs.aux_layers], dim=-1) if taps else None
         if is_hidden:
-            return ModelOutput(hidden_states=hidden)
+            return ModelOutput(hidden_states=kept, aux_hidden_states=aux)
+        if variant is ForwardVariant.LOGITS:
+            return ModelOutput(logits=self._model.logits(hidden), hidden_states=kept, aux_hidden_states=aux)
+        token_ids, num_new = self._picked(hidden, batch, variant)
+        return ModelOutput(token_ids=token_ids, num_new=num_new, hidden_states=kept, aux_hidden_states=aux)
+
+    def _picked(
+        self, hidden: torch.Tensor, batch: ForwardBatch, variant: ForwardVariant
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens of a decode step; of a verify step what stands of the drafts, and how much that is."""
+        drafts = batch.draft_tokens
         if variant is ForwardVariant.GREEDY:
             token_ids = self._model.greedy_tokens(hidden)
             if token_ids is not None:
-                return ModelOutput(token_ids=token_ids)
+                return (token_ids, None) if drafts is None else accept(drafts, token_ids)
         logits = self._model.logits(hidden)
-        if variant is ForwardVariant.LOGITS:
-            return ModelOutput(logits=logits)
-        return ModelOutput(token_ids=self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant))
+        if drafts is not None:
+            return self._verifier.accept_in_graph(logits, batch.request_rows, batch.positions, drafts, variant)
+        return self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant), None
 
     @torch.inference_mode()
     def tail(self, hidden_rows: torch.Tensor) -> ModelOutput:

@@ -30,24 +30,41 @@ def gather_decode_inputs(
     num_computed: Tensor,
     page_table: Tensor,
     page_size: int,
-    draft_tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    drafts: tuple[Tensor, Tensor, int] | None = None,
+) -> tuple[Tensor, ...]:
     """Inputs of a uniform step; see triton.request_rows.gather_decode_inputs.
 
+    Args:
+        drafts: draft table int32 [num_rows, max_drafts], num_drafts int32 [R], W.
+
     Returns:
-        input_ids int32 [R * W], positions int64 [R * W], seq_lens int32 [R], slot_mapping int64 [R * W].
+        input_ids int32 [R * W], positions int64 [R * W], seq_lens int32 [R], slot_mapping int64 [R * W]; and, with
+        drafts, draft_tokens int32 [R, W - 1].
     """
     rows = request_rows.long()
     ids = last_token[rows].unsqueeze(1)
-    if draft_tokens is not None:
-        ids = torch.cat((ids, draft_tokens), dim=1)
+    kept: tuple[Tensor, ...] = ()
+    if drafts is not None:
+        table, num_drafts, width = drafts
+        place = torch.arange(width - 1, device=ids.device)
+        kept = (torch.where(place < num_drafts.unsqueeze(1), table[rows, : width - 1], -1),)
+        ids = torch.cat((ids, kept[0].clamp(min=0)), dim=1)
     width = ids.shape[1]
     positions = num_computed[rows].long().unsqueeze(1) + torch.arange(width, device=ids.device)
     column = positions // page_size
     has_page = column < page_table.shape[1]
     pages = page_table[rows].long().gather(1, torch.where(has_page, column, 0))
     slots = torch.where(has_page, pages, 0) * page_size + positions % page_size
-    return ids.flatten(), positions.flatten(), num_computed[rows] + width, slots.flatten()
+    return ids.flatten(), positions.flatten(), num_computed[rows] + width, slots.flatten(), *kept
+
+
+def accept_drafts(draft_tokens: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int32 [R, W] and their number int32 [R]; see triton.request_rows.accept_drafts."""
+    num_requests, num_drafts = draft_tokens.shape
+    target = target_ids.view(num_requests, num_drafts + 1)
+    is_same = F.pad(draft_tokens == target[:, :-1], (1, 0), value=True)
+    is_kept = is_same.to(torch.int32).cumprod(dim=1)
+    return torch.where(is_kept > 0, target, -1).to(torch.int32), is_kept.sum(dim=1).to(torch.int32)
 
 
 def advance_rows(

@@ -92,24 +92,30 @@ class CausalLM(nn.Module):
     def build_layer(self, block: BlockBuilder) -> DecoderLayer:
         """The block at `block.index`."""
 
-    def forward(self, batch: ForwardBatch, only_logits_rows: bool = False) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, only_logits_rows: bool = False, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """Run every block.
 
         Args:
             batch: the step; its KV is written.
             only_logits_rows: continue only the rows of `batch.logits_indices` after the last attention.
+            taps: filled with copies of the outputs of the layers that are its keys, model dtype [T, hidden_size].
 
         Returns:
             model dtype [T, hidden_size] before the final norm; [R, hidden_size] when only_logits_rows.
 
         In graph: yes, as far as the attention backend is. Sync: none.
         """
-        # In decode, token i belongs to request i: gathering would copy the rows onto themselves.
-        is_gathered = only_logits_rows and batch.mode is not ForwardMode.DECODE
+        # In decode, token i belongs to request i, and of a verify step all rows are wanted: gathering would copy the
+        # rows onto themselves.
+        is_gathered = only_logits_rows and batch.mode not in (ForwardMode.DECODE, ForwardMode.VERIFY)
         hidden = self.embed_tokens(batch.input_ids)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, batch, batch.logits_indices if is_gathered and index == last else None)
+            if taps is not None and index in taps:
+                taps[index] = hidden.clone()  # the next layer may overwrite it
         return hidden
 
     def logits(self, hidden_rows: Tensor) -> Tensor:

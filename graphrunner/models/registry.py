@@ -51,7 +51,9 @@ class LanguageModel(Protocol):
     kv_spec: KVSpec
     graph_support: GraphSupport
 
-    def __call__(self, batch: ForwardBatch, only_logits_rows: bool = False) -> Tensor:
+    def __call__(
+        self, batch: ForwardBatch, only_logits_rows: bool = False, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """See `CausalLM.forward`."""
 
     def logits(self, hidden_rows: Tensor) -> Tensor:

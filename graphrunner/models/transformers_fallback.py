@@ -191,11 +191,20 @@ class TransformersCausalLM(nn.Module):
             fill_random_(name, weight.data, seed)
         return cls(model.eval(), config, options)
 
-    def forward(self, batch: ForwardBatch, only_logits_rows: bool = False) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, only_logits_rows: bool = False, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """As `CausalLM.forward`, except that transformers applies the final norm here and not in `logits`."""
+        # Padding of a verify step may stand past the context, where a learned table of positions has no row.
+        positions = batch.positions.clamp(max=self.config.max_position - 1)
         out = self.relay(
-            input_ids=batch.input_ids.long().unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
+            input_ids=batch.input_ids.long().unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            output_hidden_states=bool(taps),
         )
+        for index in taps or ():
+            taps[index] = out.hidden_states[index + 1][0]  # type: ignore[index]
         hidden = out.last_hidden_state[0]
         return hidden[batch.logits_indices] if only_logits_rows else hidden
 

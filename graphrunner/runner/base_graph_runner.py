@@ -165,11 +165,13 @@ class BaseGraphRunner(BaseRunner):
     def _replay_graph(self, loaded: LoadedBatch) -> ModelOutput:
         with self._batch_active(loaded.batch), self.backend.replay_session():
             output = self.backend.replay(loaded.key)
-        num_rows = loaded.num_tokens if loaded.batch.mode is ForwardMode.VERIFY else loaded.num_reqs
+        num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
         return ModelOutput(
-            logits=None if output.logits is None else output.logits[:num_rows],
-            token_ids=None if output.token_ids is None else output.token_ids[:num_rows],
-            hidden_states=None if output.hidden_states is None else output.hidden_states[: loaded.num_tokens],
+            logits=_cut(output.logits, num_tokens if loaded.batch.mode is ForwardMode.VERIFY else num_reqs),
+            token_ids=_cut(output.token_ids, num_reqs),
+            num_new=_cut(output.num_new, num_reqs),
+            hidden_states=_cut(output.hidden_states, num_tokens),
+            aux_hidden_states=_cut(output.aux_hidden_states, num_tokens),
         )
 
     def _loaded(self, key: ShapeKey, batch: ScheduledBatch) -> LoadedBatch:
@@ -211,8 +213,13 @@ class BaseGraphRunner(BaseRunner):
         on_progress(self.name, len(keys), len(keys))
 
 
+def _cut(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:num_rows]
+
+
 def poison_output(output: ModelOutput) -> None:
     """Overwrite with NaN, or with a token id that no vocabulary has."""
-    for tensor in (output.logits, output.hidden_states, output.token_ids):
+    whole = (output.logits, output.hidden_states, output.aux_hidden_states, output.token_ids, output.num_new)
+    for tensor in whole:
         if tensor is not None:
             tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)

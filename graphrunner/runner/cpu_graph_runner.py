@@ -7,6 +7,7 @@ the forward alone: no gathers before it, no stores after it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -114,7 +115,8 @@ class CPUGraphRunner(BaseGraphRunner):
             self._last_token[rows] = output.token_ids.numpy()
         if output.hidden_states is None:
             return output
-        return self.context.tail(output.hidden_states.index_select(0, batch.logits_indices[:num_reqs]))
+        logits = self.context.tail(output.hidden_states.index_select(0, batch.logits_indices[:num_reqs])).logits
+        return replace(output, logits=logits)
 
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
         """Views of one shape, padding only."""

@@ -17,11 +17,17 @@ from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
 from graphrunner.runner.capture_sizes import bucket_for
-from graphrunner.runner.gather_rows import DerivedBuffers, advance_for, gather_for, make_derived
+from graphrunner.runner.gather_rows import (
+    DerivedBuffers,
+    advance_accepted_for,
+    advance_for,
+    gather_for,
+    make_derived,
+)
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
-from graphrunner.runner.static_buffers import UNIFORM_BUFFERS, StaticBuffers
+from graphrunner.runner.static_buffers import DECODE_BUFFERS, VERIFY_BUFFERS, StaticBuffers
 
 VARIANT_OF_NEED = {
     SamplingNeed.GREEDY: ForwardVariant.GREEDY,
@@ -35,8 +41,8 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
 
     Args:
         variants: what is recorded; LOGITS must be among them and serves every need.
-        query_width: tokens a request; 1 is decode, k + 1 verifies k drafts. A verify step has logits (or, greedy,
-            token ids) of every token, and whoever accepts drafts advances the request table.
+        query_width: tokens a request; 1 is decode, k + 1 verifies k drafts. Where the forward picks tokens it accepts
+            drafts too, and the recording moves the rows on by what stands; after LOGITS, whoever accepts does.
         name: in records and metrics.
     """
 
@@ -68,14 +74,14 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             largest,
             device,
             context.attention.pad_seq_len,
-            specs=UNIFORM_BUFFERS,
-            num_drafts=query_width - 1,
+            specs=DECODE_BUFFERS if is_decode else VERIFY_BUFFERS,
         )
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=device) * query_width
         self._logits_indices = torch.arange(largest * query_width, dtype=torch.int64, device=device)
-        self._derived = make_derived(largest * query_width, largest, device)
+        self._derived = make_derived(largest * query_width, largest, device, query_width)
         self._gather, self._advance = gather_for(device), advance_for(device, largest)
-        self._held_rows: tuple[int, ...] = ()
+        self._advance_accepted = advance_accepted_for(device, largest, query_width)
+        self._held: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # rows and draft counts in the buffers
         account.limits(name, f"largest captured size {largest}, max_num_seqs {context.table.max_num_seqs}")
 
     def all_keys(self) -> Iterable[ShapeKey]:
@@ -92,20 +98,16 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         return None
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
-        """Write the row numbers, unless they are there already, and drafts that the host knows.
-
-        See `BaseRunner.load_batch`.
-        """
+        """Write the row numbers (and how many drafts each has), unless they are there. See `BaseRunner.load_batch`."""
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
-        has_drafts = self.query_width > 1 and bool(batch.input_ids)
-        if has_drafts or batch.rows != self._held_rows:
+        held = (batch.rows, batch.num_draft_tokens)
+        if held != self._held:
             columns = {"request_rows": np.asarray(batch.rows, np.int32)}
-            if has_drafts:
-                ids = np.asarray(batch.input_ids, np.int32).reshape(batch.num_reqs, self.query_width)
-                columns["draft_tokens"] = ids[:, 1:].reshape(-1)
+            if self.query_width > 1:
+                columns["num_drafts"] = np.asarray(batch.num_draft_tokens, np.int32)
             self.buffers.load(columns, batch.num_tokens, key.num_tokens, key.num_reqs)
-            self._held_rows = batch.rows
+            self._held = held
         return self._loaded(key, batch)
 
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
@@ -129,16 +131,22 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             num_reqs=size,
             max_query_len=self.query_width,
             max_seq_len=context.max_seq_len,
+            draft_tokens=None if self._derived.draft_tokens is None else self._derived.draft_tokens[:size],
         )
         return with_metadata(views)
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Gather the rows, run, write lengths (and tokens, when picked here) back. In graph."""
         context = self.context
-        out = DerivedBuffers(views.input_ids, views.positions, views.slot_mapping, views.seq_lens)
-        self._gather(context.table, views.request_rows, self._drafts_of(views), context.page_size, out)
+        out = DerivedBuffers(views.input_ids, views.positions, views.slot_mapping, views.seq_lens, views.draft_tokens)
+        counts = None
+        if self.query_width > 1:
+            counts = self.buffers.view("num_drafts", views.num_tokens, views.num_reqs)
+        self._gather(context.table, views.request_rows, counts, context.page_size, out)
         output = context.forward(views, variant)
         if self.query_width > 1:
+            if output.token_ids is not None and output.num_new is not None:
+                self._advance_accepted(context.table, views.request_rows, output.token_ids, output.num_new)
             return output
         if output.token_ids is None:
             context.table.store_lengths(views.request_rows, views.seq_lens)
@@ -149,16 +157,12 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
     def poison(self, value: int) -> None:
         """See `BaseGraphRunner.poison`. Rows must stay valid row numbers, so they are not held from here on."""
         self.buffers.poison(value)
-        for tensor in (self._derived.input_ids, self._derived.positions, self._derived.slot_mapping):
+        derived = self._derived
+        for tensor in (derived.input_ids, derived.positions, derived.slot_mapping, derived.seq_lens):
             tensor.fill_(value)
-        self._derived.seq_lens.fill_(value)
-        self._held_rows = ()
-
-    def _drafts_of(self, views: ForwardBatch) -> torch.Tensor | None:
-        if self.query_width == 1:
-            return None
-        drafts = self.buffers.view("draft_tokens", views.num_tokens, views.num_reqs)
-        return drafts.view(views.num_reqs, self.query_width - 1)
+        if derived.draft_tokens is not None:
+            derived.draft_tokens.fill_(value)
+        self._held = ((), ())
 
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
         size = bucket_for(batch.num_reqs, self.sizes)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
-from graphrunner.core.shape_key import ForwardVariant, ShapeKey
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
-from graphrunner.runner.gather_rows import DerivedBuffers, gather_tokens, make_derived
+from graphrunner.runner.gather_rows import DerivedBuffers, gather_for, gather_tokens, make_derived
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import StaticBuffers, token_columns
@@ -33,6 +37,8 @@ class EagerRunner(BaseRunner):
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
         """Views of exact size. See `BaseRunner.load_batch`."""
+        if batch.mode is ForwardMode.VERIFY:
+            return self._load_verify(batch)
         context, num_tokens, num_reqs = self._context, batch.num_tokens, batch.num_reqs
         buffers = self._buffers_for(num_tokens, num_reqs)
         buffers.load(token_columns(batch), num_tokens, num_tokens, num_reqs)
@@ -65,7 +71,7 @@ class EagerRunner(BaseRunner):
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )
-        wants_hidden = batch.needs_all_logits or batch.needs_hidden_states
+        wants_hidden = batch.needs_all_logits or batch.needs_hidden_states or context.needs_hidden_states
         key = ShapeKey(num_tokens, num_reqs, ForwardVariant.HIDDEN if wants_hidden else ForwardVariant.LOGITS)
         return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens, batch.needs_all_logits)
 
@@ -73,13 +79,45 @@ class EagerRunner(BaseRunner):
         """Call the forward. Logits are of one row a request, or of every token when all are needed."""
         batch = loaded.batch
         output = self._context.forward(batch, loaded.key.variant)
+        if batch.mode is ForwardMode.VERIFY:
+            return output  # how far the rows move on is known when drafts are accepted
         self._context.table.store_lengths(batch.request_rows, batch.seq_lens)
         if loaded.key.variant is ForwardVariant.HIDDEN:
             assert output.hidden_states is not None
             hidden = output.hidden_states
             rows = hidden if loaded.needs_all_logits else hidden.index_select(0, batch.logits_indices)
-            return ModelOutput(logits=self._context.tail(rows).logits, hidden_states=hidden)
+            return replace(output, logits=self._context.tail(rows).logits)
         return output
+
+    def _load_verify(self, batch: ScheduledBatch) -> LoadedBatch:
+        """A uniform step in fresh buffers: rare, and of any size."""
+        context, device = self._context, self._context.device
+        num_tokens, num_reqs, width = batch.num_tokens, batch.num_reqs, batch.max_query_len
+        rows = torch.tensor(batch.rows, dtype=torch.int32, device=device)
+        counts = torch.tensor(batch.num_draft_tokens, dtype=torch.int32, device=device)
+        derived = make_derived(num_tokens, num_reqs, device, width)
+        gather_for(device)(context.table, rows, counts, context.page_size, derived)
+        forward_batch = ForwardBatch(
+            mode=batch.mode,
+            input_ids=derived.input_ids,
+            positions=derived.positions,
+            slot_mapping=derived.slot_mapping,
+            request_rows=rows,
+            seq_lens=derived.seq_lens,
+            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width,
+            page_table=context.table.page_table,
+            logits_indices=torch.arange(num_tokens, dtype=torch.int64, device=device),
+            kv_layers=context.kv_layers,
+            attention=context.attention,
+            attention_metadata=None,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            max_query_len=width,
+            max_seq_len=batch.max_seq_len,
+            draft_tokens=derived.draft_tokens,
+        )
+        key = ShapeKey(num_tokens, num_reqs, ForwardVariant.LOGITS)
+        return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens)
 
     def _buffers_for(self, num_tokens: int, num_reqs: int) -> StaticBuffers:
         buffers = self._buffers

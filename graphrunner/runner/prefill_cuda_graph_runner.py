@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from graphrunner.attention.backend import GraphSupport
 from graphrunner.core.forward_batch import ForwardBatch
@@ -73,7 +74,8 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
         output = super().execute(loaded)
         assert output.hidden_states is not None
         rows = loaded.batch.logits_indices[: loaded.num_reqs]
-        return self.context.tail(output.hidden_states.index_select(0, rows))
+        logits = self.context.tail(output.hidden_states.index_select(0, rows)).logits
+        return replace(output, logits=logits)
 
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
         """Views of one bucket, padding only."""

@@ -29,7 +29,8 @@ class RunnerContext:
         attention: the backend that reads them.
         device: where everything lives.
         page_size: tokens a page.
-        max_seq_len: context limit, tokens.
+        max_seq_len: context limit, and the draft tokens past it, tokens.
+        needs_hidden_states: somebody reads the hidden states of every step: an eager step must return them too.
     """
 
     forward: Forward
@@ -40,3 +41,4 @@ class RunnerContext:
     device: torch.device
     page_size: int
     max_seq_len: int
+    needs_hidden_states: bool = False

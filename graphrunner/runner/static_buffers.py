@@ -22,7 +22,6 @@ class Axis(Enum):
     TOKEN = "token"
     REQUEST = "request"
     REQUEST_PLUS_ONE = "request + 1"
-    DRAFT = "request x draft"
 
 
 class Pad(Enum):
@@ -74,11 +73,14 @@ TOKEN_BUFFERS: tuple[BufferSpec, ...] = (
 )
 """Loaded for prefill, mixed and eager steps."""
 
-UNIFORM_BUFFERS: tuple[BufferSpec, ...] = (
+DECODE_BUFFERS: tuple[BufferSpec, ...] = (_REQUEST_ROWS,)
+"""Loaded for decode steps; everything else is derived from the request table on the device."""
+
+VERIFY_BUFFERS: tuple[BufferSpec, ...] = (
     _REQUEST_ROWS,
-    BufferSpec("draft_tokens", torch.int32, Axis.DRAFT, 0, "a valid id; the row's output is cut off"),
+    BufferSpec("num_drafts", torch.int32, Axis.REQUEST, 0, "the request verifies nothing; its output is cut off"),
 )
-"""Loaded for decode and verify steps; everything else is derived from the request table on the device."""
+"""Loaded for verify steps; the drafts themselves are in the request table."""
 
 HOST_BUFFERS: tuple[BufferSpec, ...] = (
     *_TOKENS,
@@ -100,7 +102,6 @@ class StaticBuffers:
         device: where they live.
         attention_pad_len: what `seq_lens` holds for padding rows.
         specs: which buffers.
-        num_drafts: draft tokens a request.
 
     Attributes:
         tensors: by name, at full length, device.
@@ -114,12 +115,10 @@ class StaticBuffers:
         attention_pad_len: int,
         *,
         specs: Sequence[BufferSpec] = TOKEN_BUFFERS,
-        num_drafts: int = 0,
     ) -> None:
         self.max_tokens, self.max_reqs = max_tokens, max_reqs
-        self._specs = tuple(spec for spec in specs if spec.axis is not Axis.DRAFT or num_drafts)
+        self._specs = tuple(specs)
         self._attention_pad_len = attention_pad_len
-        self._num_drafts = num_drafts
         self._places: dict[str, slice] = {}
         end = 0
         for spec in self._specs:
@@ -173,13 +172,11 @@ class StaticBuffers:
     def _length(self, axis: Axis, num_tokens: int, num_reqs: int) -> int:
         if axis is Axis.TOKEN:
             return num_tokens
-        if axis is Axis.DRAFT:
-            return num_reqs * self._num_drafts
         return num_reqs if axis is Axis.REQUEST else num_reqs + 1
 
 
 _VARIED_PADDING = ("input_ids", "positions")
-_SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *UNIFORM_BUFFERS, *HOST_BUFFERS)}
+_SPEC = {spec.name: spec for spec in (*TOKEN_BUFFERS, *VERIFY_BUFFERS, *HOST_BUFFERS)}
 _NOTHING = np.zeros(0, np.int64)
 
 

@@ -76,9 +76,12 @@ class PenaltyState:
         changed = penalized(logits[indices], self._is_in_prompt[slots], self._counts[slots], self._strengths[slots])
         logits.index_copy_(0, indices, changed)
 
-    def count(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Add one sampled token (int64 [n]) to each of `slots` (int64 [n], distinct)."""
-        self._counts[slots, token_ids] += 1
+    def count(self, slots: torch.Tensor, token_ids: torch.Tensor, times: torch.Tensor | int = 1) -> None:
+        """Add a token (integer [n]) to each of `slots` (int64 [n], distinct), or `times` (int32 [n]) of them.
+
+        A token id of -1 stands for none.
+        """
+        self._counts[slots, token_ids.clamp(min=0)] += (token_ids >= 0).to(torch.int32) * times
 
     def _grow(self) -> None:
         num_old = self._counts.shape[0]

@@ -70,6 +70,23 @@ def pick_random(logits: Tensor, params: RowParams) -> Tensor:
     return score.argmax(dim=-1).to(torch.int32)
 
 
+def target_probs(logits: Tensor, params: RowParams) -> Tensor:
+    """What `pick_random` draws from: fp32 [R, V], each row filtered and normalised; a greedy row has one certain token.
+
+    Args:
+        logits: any float dtype [R, V], device.
+        params: `seeds` and `positions` are not used.
+    """
+    logits = finite_logits(logits)
+    is_greedy = (params.temperature <= 0)[:, None]
+    inverse = 1.0 / torch.where(is_greedy, 1.0, params.temperature[:, None])
+    keep = logits >= filter_thresholds(logits, inverse, params)
+    probs = torch.where(keep, logits * inverse, -torch.inf).softmax(dim=-1)
+    certain = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    # A row without one finite logit yields token 0, as everywhere.
+    return torch.where(is_greedy | probs.isnan(), certain, probs)
+
+
 def filter_thresholds(logits: Tensor, inverse_temperature: Tensor, params: RowParams) -> Tensor:
     """The smallest logit that top-k, top-p and min-p keep in each row.
 

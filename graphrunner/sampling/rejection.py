@@ -6,6 +6,7 @@ Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,11 @@ def accept_greedy(draft_ids: Tensor, target_ids: Tensor) -> Accepted:
 
 
 def accept_random(
-    draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor, uniforms: Tensor, gumbel: Tensor
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    uniforms: Tensor,
+    noise_after: Callable[[Tensor], Tensor],
 ) -> Accepted:
     """Keep draft token x with probability min(1, p(x) / q(x)); at the first refusal draw from max(p - q, 0).
 
@@ -56,7 +61,7 @@ def accept_random(
             (n-grams), which counts as probability 1.
         target_probs: fp32 [R, K + 1, V], filtered and normalised.
         uniforms: fp32 [R, K], in [0, 1).
-        gumbel: fp32 [R, V]; noise of the token that the target adds.
+        noise_after: num_accepted int [R] -> fp32 [R, V], Gumbel noise of the token that the target adds there.
 
     Sync: none. In graph: yes.
     """
@@ -72,7 +77,7 @@ def accept_random(
     residual = (target - _refused_mass(draft_ids, draft_probs, num_accepted, target)).clamp(min=0.0)
     # Where p and q agree up to rounding nothing is left over; the target itself is then as good.
     weights = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target)
-    added = (weights.log() + gumbel).argmax(dim=1, keepdim=True)
+    added = (weights.log() + noise_after(num_accepted)).argmax(dim=1, keepdim=True)
     return _joined(draft_ids, num_accepted, added)
 
 

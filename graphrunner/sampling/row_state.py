@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.scheduled_batch import RowInit
 from graphrunner.sampling.rows import to_device
-from graphrunner.sampling.sampled_tokens import SampledTokens
 from graphrunner.sampling.structured_output import GrammarCursor
 
 
@@ -23,7 +23,7 @@ class RowState:
         bias_ids, bias_values: int64 and fp32 [n]; logit_bias. None without one.
         stop_ids: int64 [n]; what min_tokens holds back. None without it.
         grammar: where the request stands in its grammar. None without one.
-        awaited: the step (and the place in it) that sampled the token the grammar has not seen yet.
+        awaited: hands out the token that the grammar has not seen yet; waits for the step that sampled it.
     """
 
     params: SamplingParams
@@ -32,7 +32,7 @@ class RowState:
     bias_values: Tensor | None = None
     stop_ids: Tensor | None = None
     grammar: GrammarCursor | None = None
-    awaited: tuple[SampledTokens, int] | None = None
+    awaited: Callable[[], int] | None = None
 
     @classmethod
     def of(
@@ -68,7 +68,6 @@ class RowState:
     def catch_up(self) -> GrammarCursor | None:
         """The grammar, after every token sampled so far. Sync: waits for the step before, only with a grammar."""
         if self.grammar is not None and self.awaited is not None:
-            tokens, place = self.awaited
-            self.grammar.advance(tokens.wait()[place])
+            self.grammar.advance(self.awaited())
             self.awaited = None
         return self.grammar

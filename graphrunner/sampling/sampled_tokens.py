@@ -85,3 +85,34 @@ class SampledTokens:
             ids = self._copy.wait()[0].tolist()
             self._host = ids if self._picked is None else [ids[index] for index in self._picked]
         return self._host
+
+
+class VerifiedTokens:
+    """A `BlockHandle`: what a VERIFY step yields for each request of its batch.
+
+    Attributes:
+        token_ids: int32 [num_reqs, W], device; -1 after the last token. May be in graph memory until the runner's next
+            `execute`.
+        num_new: int32 [num_reqs], device; how many tokens that are.
+        logprobs: per request, one entry a token; empty when nobody asked.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        num_new: torch.Tensor,
+        make_logprobs: Callable[[list[list[int]]], Sequence] | None = None,
+    ) -> None:
+        self.token_ids = token_ids
+        self.num_new = num_new
+        self._copy = HostCopy(token_ids)
+        self._host: list[list[int]] | None = None
+        self.logprobs: Sequence = ()
+        if make_logprobs is not None:
+            self.logprobs = LazyEntries(token_ids.shape[0], lambda: make_logprobs(self.wait_blocks()))
+
+    def wait_blocks(self) -> list[list[int]]:
+        """The tokens of each request, at least one. Sync: waits for the step."""
+        if self._host is None:
+            self._host = [[token_id for token_id in row if token_id >= 0] for row in self._copy.wait()[0].tolist()]
+        return self._host

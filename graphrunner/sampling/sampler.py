@@ -6,7 +6,8 @@ logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,18 +138,30 @@ class Sampler:
         rows = [batch.rows[index] for index in sampled]
         lengths = [batch.cached_lens[index] + batch.query_lens[index] for index in sampled]
         logits = self._picked_logits(output.logits, batch, sampled)
-        shaped = self._shaped(logits, rows, lengths)
-        is_random = any(row in self._random_rows for row in rows)
-        variant = ForwardVariant.SAMPLE if is_random else ForwardVariant.GREEDY
+        shaped = self.shaped(logits, rows, lengths)
+        variant = ForwardVariant.SAMPLE if self.is_random(rows) else ForwardVariant.GREEDY
         staged = self._indices([*rows, *lengths])
         token_ids = self.sample_in_graph(shaped, staged[: len(rows)], staged[len(rows) :], variant)
-        self._count(rows, token_ids)
+        self.count(rows, token_ids)
         tokens = SampledTokens(token_ids, None, self._logprobs(batch, sampled, logits, token_ids), prompts)
+        self.await_grammars(rows, lambda place: tokens.wait()[place])
+        return tokens
+
+    def is_random(self, rows: Iterable[int]) -> bool:
+        """Whether any of the rows draws its tokens."""
+        return any(row in self._random_rows for row in rows)
+
+    def num_logprobs(self, row: int) -> int | None:
+        """How many of the likeliest tokens the row's request wants listed; None for no logprobs."""
+        state = self._states.get(row)
+        return None if state is None else state.params.logprobs
+
+    def await_grammars(self, rows: Sequence[int], token_of: Callable[[int], int]) -> None:
+        """Remember, for rows with a grammar, who hands out their new token: a function of the place in `rows`."""
         for place, row in enumerate(rows):
             state = self._states.get(row)
             if state is not None and state.grammar is not None:
-                state.awaited = (tokens, place)
-        return tokens
+                state.awaited = partial(token_of, place)
 
     def _picked_logits(self, logits: Tensor, batch: ScheduledBatch, sampled: list[int]) -> Tensor:
         """The sampled requests' rows of logits that came one a request, or one a token."""
@@ -159,11 +172,18 @@ class Sampler:
             return logits.index_select(0, self._indices(sampled))
         return logits[: batch.num_reqs]
 
-    def _shaped(self, logits: Tensor, rows: list[int], lengths: list[int]) -> Tensor:
-        """Logits with penalties, biases, held-back stops and grammars in them; a new tensor where any applies."""
+    def shaped(
+        self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int], *, with_grammars: bool = True
+    ) -> Tensor:
+        """Logits with penalties, biases, held-back stops and grammars in them; a new tensor where any applies.
+
+        Args:
+            logits: float [n, V]; one row each.
+            lengths: tokens before the one to be picked.
+        """
         places = [(place, state) for place, row in enumerate(rows) if (state := self._states.get(row)) is not None]
         adjusted = [(p, s) for p, s in places if s.bias_ids is not None or s.stop_ids is not None]
-        with_grammar = [(place, state.catch_up()) for place, state in places if state.grammar is not None]
+        with_grammar = [(p, s.catch_up()) for p, s in places if with_grammars and s.grammar is not None]
         penalized, slots = self._penalties.slots_of(rows)
         if not (adjusted or with_grammar or penalized):
             return logits
@@ -178,19 +198,25 @@ class Sampler:
             forbid_others(shaped, self._indices([place for place, _ in with_grammar]), mask)
         return shaped
 
-    def _count(self, rows: list[int], token_ids: Tensor) -> None:
+    def count(self, rows: Sequence[int], token_ids: Tensor, times: Tensor | None = None) -> None:
+        """Let penalties know of a token of each row (integer [n], -1 for none), or take it back.
+
+        Args:
+            times: int32 [n]; how often, None for once.
+        """
         penalized, slots = self._penalties.slots_of(rows)
         if penalized:
-            self._penalties.count(self._indices(slots), token_ids[self._indices(penalized)])
+            places = self._indices(penalized)
+            self._penalties.count(self._indices(slots), token_ids[places], 1 if times is None else times[places])
 
     def _logprobs(
         self, batch: ScheduledBatch, sampled: list[int], raw: Tensor, token_ids: Tensor
-    ) -> Sequence[TokenLogprobs | None]:
+    ) -> Sequence[tuple[TokenLogprobs, ...] | None]:
         """By request of the batch; empty when nobody asked. The copy to the host is on its way when this returns."""
         asked = [
-            (place, index, state.params.logprobs)
+            (place, index, num_top)
             for place, index in enumerate(sampled)
-            if (state := self._states.get(batch.rows[index])) is not None and state.params.logprobs is not None
+            if (num_top := self.num_logprobs(batch.rows[index])) is not None
         ]
         if not asked:
             return ()
@@ -198,10 +224,10 @@ class Sampler:
         places = self._indices([place for place, _, _ in asked])
         copy = score_tokens(raw.index_select(0, places), token_ids[places], max(wanted)).start_copy()
 
-        def make() -> list[TokenLogprobs | None]:
-            columns: list[TokenLogprobs | None] = [None] * batch.num_reqs
+        def make() -> list[tuple[TokenLogprobs, ...] | None]:
+            columns: list[tuple[TokenLogprobs, ...] | None] = [None] * batch.num_reqs
             for (_, index, _), entry in zip(asked, entries_of(copy.wait(), wanted), strict=True):
-                columns[index] = entry
+                columns[index] = (entry,)
             return columns
 
         return LazyEntries(batch.num_reqs, make)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphrunner.core.draft_plan import DraftPlan
 from graphrunner.core.request import Request
 from graphrunner.core.scheduled_batch import PageAppend, RowInit, SamplingNeed, ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
@@ -63,6 +64,30 @@ class PromptChunk:
         return (*prompt, *self.request.output_token_ids)[self.start : end]
 
 
+def build_verify_batch(
+    step_id: int,
+    decode: DecodeColumns,
+    cached_lens: tuple[int, ...],
+    drafts: DraftPlan,
+    page_appends: tuple[PageAppend, ...],
+) -> ScheduledBatch:
+    """One step of decode rows that verify drafts, each padded to the plan's width."""
+    return ScheduledBatch(
+        step_id=step_id,
+        mode=ForwardMode.VERIFY,
+        request_ids=decode.request_ids,
+        rows=decode.rows,
+        cached_lens=cached_lens,
+        query_lens=(drafts.query_width,) * len(decode.rows),
+        input_ids=(),
+        samples=decode.samples,
+        sampling_need=decode.need,
+        page_appends=page_appends,
+        num_draft_tokens=drafts.num_drafts,
+        draft_token_ids=drafts.token_ids,
+    )
+
+
 def build_batch(
     step_id: int,
     decode: DecodeColumns,
@@ -70,7 +95,7 @@ def build_batch(
     chunks: Sequence[PromptChunk],
     page_appends: tuple[PageAppend, ...],
 ) -> ScheduledBatch:
-    """One step: the decode rows, then the prompt chunks."""
+    """One step: the decode rows, one token each, then the prompt chunks."""
     if not chunks:
         return ScheduledBatch(
             step_id=step_id,

@@ -111,6 +111,22 @@ class RunningSet:
                 request.pages += self._allocator.allocate(1)
                 self._set_decode_until(request)
 
+    def reserve(self, request: Request, num_tokens: int) -> int:
+        """Try to have pages for `num_tokens` more tokens of a decode row, its drafts; nobody is preempted for them.
+
+        Returns:
+            For how many there are pages; at least 1 after `grow_decoding`.
+        """
+        missing = -(-(request.cached_len + num_tokens) // self._page_size) - len(request.pages)
+        if missing > 0:
+            self._evict_down_to(missing)
+            count = min(missing, self._allocator.num_free)
+            if count:
+                self.grown.setdefault(request, len(request.pages))
+                request.pages += self._allocator.allocate(count)
+                self._set_decode_until(request)
+        return min(num_tokens, len(request.pages) * self._page_size - request.cached_len)
+
     def stop(self, request: Request) -> None:
         """Take row and pages away; full pages whose KV is known to be computed go to the prefix cache."""
         # Only resolved steps count: a launched one may still fail, and its sampled token is not known here.

@@ -10,10 +10,11 @@ Under overlap `schedule` is called again before `update` of the step before: it 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphrunner.config.engine_config import SchedulerConfig
+from graphrunner.core.draft_plan import DraftPlan, DraftPlanner
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.request import FinishReason, Request, RequestStatus
 from graphrunner.core.scheduled_batch import PageAppend, ScheduledBatch
@@ -21,7 +22,7 @@ from graphrunner.core.shape_key import ForwardMode
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.prefix_cache import PrefixCache
 from graphrunner.scheduler.admission import QueueFullError, capped_max_new_tokens, check_request
-from graphrunner.scheduler.batch_builder import DecodeColumns, PromptChunk, build_batch
+from graphrunner.scheduler.batch_builder import DecodeColumns, PromptChunk, build_batch, build_verify_batch
 from graphrunner.scheduler.policy import WaitingQueue, by_age
 from graphrunner.scheduler.prompt_planner import PromptPlanner
 from graphrunner.scheduler.running_set import RunningSet
@@ -35,11 +36,14 @@ class RequestUpdate(NamedTuple):
         request: the request; its `output_token_ids` already hold the new tokens.
         new_token_ids: tokens appended, cut at the one that ended it; empty for a chunk inside a prompt.
         finish_reason: set when it ended.
+        num_drafts, num_accepted: drafts verified in the step, and those among `new_token_ids`.
     """
 
     request: Request
     new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     @property
     def request_id(self) -> str:
@@ -87,7 +91,9 @@ class Scheduler:
         prefix_cache: over the same allocator; `NoPrefixCache` for none.
         page_size: tokens a page.
         max_model_len: context limit, tokens; resolved (a model may allow less than the config asks for).
-        max_pages_per_row: columns of the page table.
+        max_pages_per_row: pages that a row may own.
+        draft_planner: says what decode rows verify; None for one token a row and step. Not under overlap: drafts are
+            planned for rows whose tokens are all known.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Scheduler:
         page_size: int,
         max_model_len: int,
         max_pages_per_row: int,
+        draft_planner: DraftPlanner | None = None,
     ) -> None:
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_queue_len = config.max_queue_len
@@ -115,6 +122,7 @@ class Scheduler:
         # and one token at least is left for whoever still computes its prompt.
         max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._planner = PromptPlanner(self._queue, self._running, max_num_running)
+        self._draft_planner = draft_planner
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -161,12 +169,19 @@ class Scheduler:
         if not decode.rows and not chunks:
             self._end_unfittable()
             return None
+        drafts = None if chunks else self._plan_drafts(decode.requests)
         cached_lens = []
         for request in decode.requests:
             cached_lens.append(request.cached_len)
             request.cached_len += 1
             request.num_pending_tokens += 1
-        batch = build_batch(self._num_steps, decode, tuple(cached_lens), chunks, self._take_page_appends())
+        appends = self._take_page_appends()
+        if drafts is None:
+            batch = build_batch(self._num_steps, decode, tuple(cached_lens), chunks, appends)
+        else:
+            for request, num_drafts in zip(decode.requests, drafts.num_drafts, strict=True):
+                request.cached_len += num_drafts
+            batch = build_verify_batch(self._num_steps, decode, tuple(cached_lens), drafts, appends)
         self._launch(decode, chunks)
         return batch
 
@@ -209,12 +224,18 @@ class Scheduler:
         assert len(accepted) == sum(batch.samples), f"{len(accepted)} results for {sum(batch.samples)} sampled rows"
         results: list[RequestUpdate | None] = []
         blocks = iter(accepted)
-        num_drafts = batch.num_draft_tokens or (0,) * batch.num_reqs
+        is_verify = batch.mode is ForwardMode.VERIFY
         for index, request in enumerate(self._take_launched(batch)):
             tokens = next(blocks) if batch.samples[index] else ()
-            num_rejected = num_drafts[index] + 1 - len(tokens) if tokens else 0
-            resolved_len = batch.cached_lens[index] + batch.query_lens[index] - num_rejected
-            results.append(self._advance(request, tokens, resolved_len, num_rejected))
+            num_drafts = batch.num_draft_tokens[index] if is_verify else 0
+            num_rejected = num_drafts + 1 - len(tokens) if tokens else 0
+            num_computed = num_drafts + 1 if is_verify else batch.query_lens[index]
+            resolved_len = batch.cached_lens[index] + num_computed - num_rejected
+            update = self._advance(request, tokens, resolved_len, num_rejected)
+            if update is not None and num_drafts:
+                num_accepted = min(len(tokens) - 1, len(update.new_token_ids))
+                update = update._replace(num_drafts=num_drafts, num_accepted=num_accepted)
+            results.append(update)
         return results
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
@@ -280,6 +301,21 @@ class Scheduler:
         stats = self.stats()
         if not self._requests:
             assert stats.num_used_pages == 0, f"{stats.num_used_pages} pages are lost"
+
+    def _plan_drafts(self, requests: Sequence[Request]) -> DraftPlan | None:
+        """What the decode rows verify in this step, cut to the pages that can be had; None for nothing."""
+        if self._draft_planner is None or not requests:
+            return None
+        # The last new token is never fed back, so no row computes past its `final_len`.
+        num_useful = [request.final_len - request.cached_len - 1 for request in requests]
+        plan = self._draft_planner.plan(requests, num_useful)
+        if plan is None:
+            return None
+        num_drafts = tuple(
+            min(count, useful, self._running.reserve(request, 1 + min(count, useful)) - 1) if count else 0
+            for request, count, useful in zip(requests, plan.num_drafts, num_useful, strict=True)
+        )
+        return replace(plan, num_drafts=num_drafts) if any(num_drafts) else None
 
     def _requeue_preempted(self) -> None:
         for request in self._running.preempted:

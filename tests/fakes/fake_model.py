@@ -11,6 +11,7 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.device.graph import eager_break
+from graphrunner.sampling.rejection import accept_greedy
 
 VOCAB_SIZE = 61
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -65,7 +66,11 @@ class FakeModel:
             # "Noise" that is a pure function of the position, so that it is the same in every batch.
             repeats = logits.shape[0] // batch.seq_lens.shape[0]
             logits = logits + (batch.seq_lens % 5).repeat_interleave(repeats).unsqueeze(1) * logits.roll(1, 1)
-        return ModelOutput(token_ids=logits.argmax(-1).to(torch.int32))
+        token_ids = logits.argmax(-1).to(torch.int32)
+        if batch.draft_tokens is not None:
+            kept = accept_greedy(batch.draft_tokens, token_ids.view(batch.num_reqs, -1))
+            return ModelOutput(token_ids=kept.token_ids, num_new=kept.num_accepted + 1)
+        return ModelOutput(token_ids=token_ids)
 
     def tail(self, hidden_rows: torch.Tensor) -> ModelOutput:
         """Logits of hidden rows."""

@@ -72,7 +72,7 @@ class World:
         self.kv = KVLayer(*(torch.full(shape, float("nan"), device=device) for _ in range(2)))
         self.model = FakeModel(device)
         self.model.fails_at = fails_at
-        self.table = RequestTable(max_reqs + 1, MAX_SEQ_LEN // PAGE_SIZE, device)
+        self.table = RequestTable(max_reqs + 1, MAX_SEQ_LEN // PAGE_SIZE, device, query_width - 1)
         self.context = RunnerContext(
             self.model.forward, self.model.tail, self.table, (self.kv,), attention or TorchAttention(), device,
             PAGE_SIZE, MAX_SEQ_LEN,

@@ -4,7 +4,14 @@ import re
 from pathlib import Path
 
 from graphrunner.runner.gather_rows import DERIVED_WHY_SAFE
-from graphrunner.runner.static_buffers import HOST_BUFFERS, TOKEN_BUFFERS, UNIFORM_BUFFERS, BufferSpec, Pad
+from graphrunner.runner.static_buffers import (
+    DECODE_BUFFERS,
+    HOST_BUFFERS,
+    TOKEN_BUFFERS,
+    VERIFY_BUFFERS,
+    BufferSpec,
+    Pad,
+)
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "padding.md"
 
@@ -22,7 +29,8 @@ def row_of(spec: BufferSpec) -> tuple[str, ...]:
 
 def test_loaded_buffers() -> None:
     assert rows_under("Loaded for prefill, mixed and eager steps") == [row_of(spec) for spec in TOKEN_BUFFERS]
-    assert rows_under("Loaded for decode and verify steps") == [row_of(spec) for spec in UNIFORM_BUFFERS]
+    assert rows_under("Loaded for decode steps") == [row_of(spec) for spec in DECODE_BUFFERS]
+    assert rows_under("Loaded for verify steps") == [row_of(spec) for spec in VERIFY_BUFFERS]
     assert rows_under("Loaded on a CPU") == [row_of(spec) for spec in HOST_BUFFERS]
 
 

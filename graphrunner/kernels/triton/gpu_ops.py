@@ -11,15 +11,23 @@ from graphrunner.kernels.triton.decode_attention import decode_attention
 from graphrunner.kernels.triton.decode_linear import linear_residual, norm_gate_up, norm_linear, norm_linear_argmax
 from graphrunner.kernels.triton.norms import add_rms_norm, rms_norm
 from graphrunner.kernels.triton.prefill_attention import extend_attention
-from graphrunner.kernels.triton.request_rows import DecodeInputs, advance_rows, gather_decode_inputs
+from graphrunner.kernels.triton.request_rows import (
+    DecodeInputs,
+    DraftInputs,
+    accept_drafts,
+    advance_rows,
+    gather_decode_inputs,
+)
 from graphrunner.kernels.triton.sample import SamplingRows, greedy_tokens, reduce_argmax, sample_tokens
 
 __all__ = [
     "AttentionLayer",
     "DecodeInputs",
     "DecodeMetadata",
+    "DraftInputs",
     "ExtendMetadata",
     "SamplingRows",
+    "accept_drafts",
     "add_rms_norm",
     "advance_rows",
     "embedding",

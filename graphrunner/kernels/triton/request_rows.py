@@ -2,7 +2,7 @@
 
 The rows live on the device (last token, number of computed tokens, pages), so a step whose batch did not change
 needs no copy from the host. Row 0 is the dummy row of padding requests: zero tokens, all pages page 0, never advanced.
-Twins: reference_gpu.gather_decode_inputs, reference_gpu.advance_rows.
+Twins: reference_gpu.gather_decode_inputs, reference_gpu.accept_drafts, reference_gpu.advance_rows.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,26 @@ class DecodeInputs:
     slot_mapping: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """The drafts of a verify step of R requests, device.
+
+    Attributes:
+        table: int32 [num_rows, max_drafts]; by row, -1 from where there is none.
+        num_drafts: int32 [R]; how many of them each request verifies.
+        draft_tokens: int32 [R, W - 1]; written: those drafts, -1 after them.
+    """
+
+    table: Tensor
+    num_drafts: Tensor
+    draft_tokens: Tensor
+
+
 @triton.jit
 def _gather_kernel(
-    request_rows_ptr, last_token_ptr, draft_ptr, num_computed_ptr, page_table_ptr, ids_ptr, positions_ptr,
-    seq_lens_ptr, slots_ptr, R, max_pages, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    request_rows_ptr, last_token_ptr, draft_table_ptr, num_drafts_ptr, drafts_ptr, num_computed_ptr, page_table_ptr,
+    ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, R, max_pages, max_drafts, PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = request < R
@@ -46,6 +61,8 @@ def _gather_kernel(
     row = tl.load(request_rows_ptr + request, mask=is_real, other=0).to(tl.int64)
     computed = tl.load(num_computed_ptr + row, mask=is_real, other=0)
     tl.store(seq_lens_ptr + request, computed + WIDTH, mask=is_real)
+    if WIDTH > 1:
+        num_drafts = tl.load(num_drafts_ptr + request, mask=is_real, other=0)
     for w in tl.static_range(WIDTH):
         token = request * WIDTH + w
         position = computed + w
@@ -57,7 +74,10 @@ def _gather_kernel(
         if w == 0:
             token_id = tl.load(last_token_ptr + row, mask=is_real, other=0)
         else:
-            token_id = tl.load(draft_ptr + request * (WIDTH - 1) + w - 1, mask=is_real, other=0)
+            has_draft = is_real & (w - 1 < num_drafts)
+            draft = tl.load(draft_table_ptr + row * max_drafts + w - 1, mask=has_draft, other=-1)
+            tl.store(drafts_ptr + request * (WIDTH - 1) + w - 1, draft, mask=is_real)
+            token_id = tl.maximum(draft, 0)
         tl.store(ids_ptr + token, token_id, mask=is_real)
         tl.store(positions_ptr + token, position.to(tl.int64), mask=is_real)
         tl.store(slots_ptr + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_real)
@@ -70,7 +90,7 @@ def gather_decode_inputs(
     page_table: Tensor,
     page_size: int,
     out: DecodeInputs,
-    draft_tokens: Tensor | None = None,
+    drafts: DraftInputs | None = None,
 ) -> None:
     """Fill a uniform step's inputs from the device rows.
 
@@ -81,20 +101,71 @@ def gather_decode_inputs(
         page_table: int32 [num_rows, max_pages].
         page_size: tokens a page.
         out: written; its sizes say W.
-        draft_tokens: int32 [R, W - 1] for W > 1: what to verify after the last token.
+        drafts: for W > 1: what to verify after the last token; where there is none the model reads token 0.
 
     In graph: yes. Sync: none.
     """
     num_requests = request_rows.shape[0]
     width = out.input_ids.shape[0] // num_requests
-    assert (draft_tokens is None) == (width == 1)
+    assert (drafts is None) == (width == 1)
+    table, num_drafts, draft_tokens = (
+        (last_token, last_token, last_token)
+        if drafts is None
+        else (drafts.table, drafts.num_drafts, drafts.draft_tokens)
+    )
     pdl = runtime.use_dependent_launch(request_rows.device)
     block = min(128, triton.next_power_of_2(num_requests))
     _gather_kernel[(triton.cdiv(num_requests, block),)](
-        request_rows, last_token, draft_tokens if draft_tokens is not None else last_token, num_computed, page_table,
-        out.input_ids, out.positions, out.seq_lens, out.slot_mapping, num_requests, page_table.shape[1],
-        PAGE_SIZE=page_size, WIDTH=width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        request_rows, last_token, table, num_drafts, draft_tokens, num_computed, page_table, out.input_ids,
+        out.positions, out.seq_lens, out.slot_mapping, num_requests, page_table.shape[1],
+        0 if drafts is None else table.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK=block, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
+
+
+@triton.jit
+def _accept_kernel(
+    drafts_ptr, target_ptr, tokens_ptr, num_new_ptr, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = request < R
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    is_kept = is_real
+    num_new = tl.zeros([BLOCK], dtype=tl.int32)
+    for w in tl.static_range(WIDTH):
+        target = tl.load(target_ptr + request * WIDTH + w, mask=is_real, other=0)
+        tl.store(tokens_ptr + request * WIDTH + w, tl.where(is_kept, target, -1), mask=is_real)
+        num_new += is_kept.to(tl.int32)
+        if w < WIDTH - 1:
+            draft = tl.load(drafts_ptr + request * (WIDTH - 1) + w, mask=is_real, other=-1)
+            is_kept = is_kept & (draft == target)
+    tl.store(num_new_ptr + request, num_new, mask=is_real)
+
+
+def accept_drafts(draft_tokens: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep each draft as far as the target picked the same tokens, and the target's next token after it.
+
+    Args:
+        draft_tokens: int32 [R, W - 1], device; -1 where a request has fewer.
+        target_ids: int32 [R * W], device; the target's pick after each token of the step.
+
+    Returns:
+        token_ids int32 [R, W], -1 after the last one kept; num_new int32 [R], 1 to W.
+
+    In graph: yes. Sync: none.
+    """
+    num_requests, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
+    tokens = torch.empty(num_requests, width, dtype=torch.int32, device=target_ids.device)
+    num_new = torch.empty(num_requests, dtype=torch.int32, device=target_ids.device)
+    pdl = runtime.use_dependent_launch(target_ids.device)
+    block = min(128, triton.next_power_of_2(num_requests))
+    _accept_kernel[(triton.cdiv(num_requests, block),)](
+        draft_tokens.contiguous(), target_ids, tokens, num_new, num_requests, WIDTH=width, BLOCK=block, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return tokens, num_new
 
 
 @triton.jit

@@ -28,7 +28,9 @@ def test_step_reads_and_advances_the_rows(width, device):
     computed = torch.tensor([0, 3, 7, 2, 10], dtype=torch.int32, device=device)
     table = torch.randint(1, 9, (5, 3), dtype=torch.int32, device=device)
     table[0] = 0
-    draft = torch.randint(0, 50, (4, width - 1), dtype=torch.int32, device=device) if width > 1 else None
+    drafts = torch.randint(0, 50, (5, width + 1), dtype=torch.int32, device=device)
+    drafts[4, 1] = -1
+    counts = torch.tensor([width - 1, 0, width - 1, 0], dtype=torch.int32, device=device)
     size = 4 * width
     out = request_rows.DecodeInputs(
         torch.empty(size, dtype=torch.int32, device=device),
@@ -36,9 +38,14 @@ def test_step_reads_and_advances_the_rows(width, device):
         torch.empty(4, dtype=torch.int32, device=device),
         torch.empty(size, dtype=torch.int64, device=device),
     )
-    request_rows.gather_decode_inputs(rows, last, computed, table, 4, out, draft)
-    wanted = reference_gpu.gather_decode_inputs(rows, last, computed, table, 4, draft)
-    for value, twin in zip((out.input_ids, out.positions, out.seq_lens, out.slot_mapping), wanted, strict=True):
+    kept = torch.empty(4, width - 1, dtype=torch.int32, device=device)
+    given = request_rows.DraftInputs(drafts, counts, kept) if width > 1 else None
+    request_rows.gather_decode_inputs(rows, last, computed, table, 4, out, given)
+    wanted = reference_gpu.gather_decode_inputs(
+        rows, last, computed, table, 4, (drafts, counts, width) if width > 1 else None
+    )
+    filled = (out.input_ids, out.positions, out.seq_lens, out.slot_mapping, kept)
+    for value, twin in zip(filled, wanted, strict=False):
         assert value.tolist() == twin.tolist()
 
     tokens = torch.randint(0, 50, (4, width), dtype=torch.int32, device=device)
@@ -51,6 +58,15 @@ def test_step_reads_and_advances_the_rows(width, device):
         states.append([*(part.tolist() for part in state), step.tolist()])
     assert states[0] == states[1]
     assert states[0][0][0] == 0 and states[0][1][0] == 0, "the dummy row moved"
+
+
+def test_accepted_drafts_match_twin(device):
+    drafts = torch.tensor([[5, 6, 7], [5, 9, 7], [-1, -1, -1], [5, 6, -1]], dtype=torch.int32, device=device)
+    target = torch.tensor([5, 6, 7, 8], dtype=torch.int32, device=device).repeat(4)
+    tokens, num_new = request_rows.accept_drafts(drafts, target)
+    assert tokens.tolist() == [[5, 6, 7, 8], [5, 6, -1, -1], [5, -1, -1, -1], [5, 6, 7, -1]]
+    twin = reference_gpu.accept_drafts(drafts, target)
+    assert num_new.tolist() == [4, 2, 1, 3] == twin[1].tolist() and tokens.tolist() == twin[0].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -68,9 +68,11 @@ def test_slots_past_the_last_column_are_in_the_dummy_page(table: RequestTable) -
 def test_gather_of_a_verify_step(table: RequestTable) -> None:
     table.apply(batch((init(4, 5),), cached=3))
     table.last_token[2] = 42
-    out = make_derived(6, 2, CPU)
-    rows, drafts = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([[1, 2], [0, 0]], dtype=torch.int32)
-    gather_uniform(table, rows, drafts, 4, out)
+    table.draft_tokens = torch.tensor([[-1, -1]] * 2 + [[1, 2]] + [[-1, -1]], dtype=torch.int32)
+    out = make_derived(6, 2, CPU, 3)
+    rows, counts = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    gather_uniform(table, rows, counts, 4, out)
+    assert out.draft_tokens.tolist() == [[1, 2], [-1, -1]]
     assert out.input_ids.tolist() == [42, 1, 2, 0, 0, 0] and out.positions.tolist() == [3, 4, 5, 0, 1, 2]
     assert out.seq_lens.tolist() == [6, 3] and out.slot_mapping.tolist() == [19, 20, 21, 0, 1, 2]
 

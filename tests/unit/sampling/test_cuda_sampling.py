@@ -90,4 +90,4 @@ def test_no_sync_until_the_tokens_are_read():
         tokens = made["cuda"].sample(ModelOutput(logits=logits), batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(tokens.wait()) == 16 and tokens.logprobs[6].token_id == tokens.wait()[6]
+    assert len(tokens.wait()) == 16 and tokens.logprobs[6][0].token_id == tokens.wait()[6]

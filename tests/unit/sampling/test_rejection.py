@@ -36,12 +36,13 @@ def test_random_tokens_follow_the_target(has_probs):
     draft = torch.stack([torch.multinomial(row, COUNT, replacement=True, generator=g) for row in q], dim=1)
     if not has_probs:
         draft = torch.tensor([1, 4]).expand(COUNT, 2)
+    noise = gumbel_noise(torch.arange(COUNT), torch.zeros(COUNT, dtype=torch.int64), torch.arange(VOCAB))
     kept = accept_random(
         draft,
         q.expand(COUNT, 2, VOCAB) if has_probs else None,
         target.expand(COUNT, 3, VOCAB),
         torch.rand(COUNT, 2, generator=g),
-        gumbel_noise(torch.arange(COUNT), torch.zeros(COUNT, dtype=torch.int64), torch.arange(VOCAB)),
+        lambda _: noise,
     )
     assert chi_square(kept.token_ids[:, 0], target[0]) < LIMIT
     assert chi_square(kept.token_ids[kept.num_accepted >= 1, 1], target[1]) < LIMIT
@@ -54,15 +55,16 @@ def test_equal_distributions_accept_everything_and_no_draft_adds_one_token():
     probs = torch.tensor([0.3, 0.3, 0.4, 0.0, 0.0])
     draft = torch.tensor([[0, 2], [1, -1], [-1, -1]])
     kept = accept_random(
-        draft, probs.expand(3, 2, VOCAB), probs.expand(3, 3, VOCAB), torch.full((3, 2), 0.999), torch.zeros(3, VOCAB)
-    )
+        draft, probs.expand(3, 2, VOCAB), probs.expand(3, 3, VOCAB), torch.full((3, 2), 0.999),
+        lambda _: torch.zeros(3, VOCAB),
+    )  # fmt: skip
     assert kept.num_accepted.tolist() == [2, 1, 0]
     assert kept.token_ids.tolist() == [[0, 2, 2], [1, 2, -1], [2, -1, -1]]
 
 
 def test_a_token_the_target_rules_out_never_stands():
     target = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]).expand(1, 2, VOCAB)
-    kept = accept_random(torch.tensor([[0]]), None, target, torch.zeros(1, 1), torch.zeros(1, VOCAB))
+    kept = accept_random(torch.tensor([[0]]), None, target, torch.zeros(1, 1), lambda _: torch.zeros(1, VOCAB))
     assert kept.token_ids.tolist() == [[1, -1]]
 
 

@@ -170,7 +170,7 @@ def test_logprobs_are_of_the_raw_logits():
     sampler.apply(batch)
     tokens = sampler.sample(ModelOutput(logits=logits.expand(2, -1)), batch)
     assert tokens.wait()[1] == 6 and tokens.logprobs[0] is None and len(tokens.logprobs) == 2
-    entry = tokens.logprobs[1]
+    entry = tokens.logprobs[1][0]
     expected = torch.log_softmax(logits.double(), -1)
     assert entry.token_id == 6 and entry.logprob == pytest.approx(float(expected[6]), abs=1e-5)
     assert entry.rank == int((logits > logits[6]).sum()) + 1
@@ -185,10 +185,10 @@ def test_all_logprobs_sum_to_one_and_stay_finite():
     sampler = Sampler(VOCAB, 2, "cpu")
     batch = decode_batch([1], [4], [row_init(1, SamplingParams(logprobs=20))])
     sampler.apply(batch)
-    entry = sampler.sample(ModelOutput(logits=logits[None]), batch).logprobs[0]
+    entry = sampler.sample(ModelOutput(logits=logits[None]), batch).logprobs[0][0]
     assert sum(math.exp(logprob) for _, logprob in entry.top) == pytest.approx(1.0, abs=1e-5)
     logits[1:] = -math.inf
-    entry = sampler.sample(ModelOutput(logits=logits[None]), batch).logprobs[0]
+    entry = sampler.sample(ModelOutput(logits=logits[None]), batch).logprobs[0][0]
     assert entry.top[0] == (0, 0.0) and entry.top[5][1] == LOGPROB_FLOOR
 
 

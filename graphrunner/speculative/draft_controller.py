@@ -1,0 +1,171 @@
+"""How many drafts are worth verifying: measured times against measured acceptance.
+
+A step that verifies w - 1 drafts a row takes longer than a plain one, and yields more tokens. Both sides are measured:
+
+- the time of a step, by batch size (rounded up to the captured sizes) and width, from the steps themselves;
+- the chance that a draft stands, by row, from its own last rounds; a row without rounds has the average of all.
+
+Each step takes the width with the most expected tokens a second, width 1 (no speculation) included. A width whose time
+is not known yet is tried twice; one that was not used for long is tried again, so that the account follows growing
+contexts and changing texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphrunner.runner.capture_sizes import bucket_for
+
+_NUM_TRIES = 2
+_ROUNDS_BETWEEN_PROBES = 128
+_NEW_SHARE = 0.1  # weight of the newest time in the running mean
+_LARGEST_OUTLIER = 2.0  # a time above that multiple of the mean counts as that multiple: a pause is not a cost
+_MEMORY = 0.9  # what a row's earlier rounds weigh after each new one
+_PRIOR_TRIALS = 2.0
+_FIRST_GUESS = 0.5
+
+
+@dataclass(slots=True)
+class StepCost:
+    """The measured time of one batch size and width.
+
+    Attributes:
+        ms: running mean; of the first tries the shorter one.
+        num_samples: how many steps were measured.
+        last_round: when the last one was.
+    """
+
+    ms: float = 0.0
+    num_samples: int = 0
+    last_round: int = 0
+
+    def add(self, ms: float, round_number: int) -> None:
+        """Take in one step."""
+        if self.num_samples < _NUM_TRIES:
+            self.ms = ms if self.num_samples == 0 else min(ms, self.ms)
+        else:
+            self.ms += _NEW_SHARE * (min(ms, _LARGEST_OUTLIER * self.ms) - self.ms)
+        self.num_samples += 1
+        self.last_round = round_number
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there were enough tries."""
+        return self.num_samples >= _NUM_TRIES
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How drafts of one row, or of all, fared; older rounds count less."""
+
+    num_accepted: float = 0.0
+    num_tried: float = 0.0
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Take in one round: what stands, and one more draft looked at where one fell."""
+        self.num_accepted = _MEMORY * self.num_accepted + num_accepted
+        self.num_tried = _MEMORY * self.num_tried + num_accepted + (num_accepted < num_drafts)
+
+    def chance(self, prior: float) -> float:
+        """That the next draft stands, given that those before it do."""
+        return (self.num_accepted + _PRIOR_TRIALS * prior) / (self.num_tried + _PRIOR_TRIALS)
+
+
+class DraftController:
+    """Chooses the width of each step.
+
+    Args:
+        widths: that can be run, in rising order, 1 not among them.
+        sizes: captured batch sizes; times are kept by them.
+        is_adaptive: else the largest width is always chosen.
+        disable_at: batch size from which on nothing is verified; None for none.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], sizes: Sequence[int], *, is_adaptive: bool = True, disable_at: int | None = None
+    ) -> None:
+        self.widths = tuple(widths)
+        self._sizes = tuple(sizes)
+        self._is_adaptive = is_adaptive
+        self._disable_at = disable_at
+        self._costs: dict[tuple[int, int], StepCost] = {}
+        self._rows: dict[int, Acceptance] = {}
+        self._all = Acceptance()
+        self._round = 0
+
+    def forget(self, row: int) -> None:
+        """Someone new has the row."""
+        self._rows.pop(row, None)
+
+    def choose_width(self, rows: Sequence[int], num_drafts: Sequence[int]) -> int:
+        """The width of the next step; 1 when nothing should be verified.
+
+        Args:
+            rows: the decode rows.
+            num_drafts: how many each could verify.
+        """
+        most = max(num_drafts, default=0)
+        if most == 0 or (self._disable_at is not None and len(rows) >= self._disable_at):
+            return 1
+        fitting = [width for width in self.widths if width <= self.width_for(most)]
+        if not self._is_adaptive:
+            return fitting[-1]
+        self._round += 1
+        candidates = (1, *fitting)
+        untried = next((width for width in candidates if not self._cost(len(rows), width).is_known), None)
+        if untried is not None:
+            return untried
+        oldest = min(candidates, key=lambda width: self._cost(len(rows), width).last_round)
+        if self._round - self._cost(len(rows), oldest).last_round > _ROUNDS_BETWEEN_PROBES:
+            return oldest
+        chances = [self.chance(row) for row in rows]
+        return max(candidates, key=lambda width: self._speed(width, chances, num_drafts))
+
+    def width_for(self, num_drafts: int) -> int:
+        """The smallest width that holds so many drafts, or else the largest; 1 for none."""
+        if num_drafts == 0:
+            return 1
+        return next((width for width in self.widths if width > num_drafts), self.widths[-1])
+
+    def add_step(self, num_reqs: int, width: int, duration_ms: float) -> None:
+        """Take in the time of a decode or verify step."""
+        self._cost(num_reqs, width).add(duration_ms, self._round)
+
+    def add_round(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Take in what became of a row's drafts."""
+        self._rows.setdefault(row, Acceptance()).add(num_drafts, num_accepted)
+        self._all.add(num_drafts, num_accepted)
+
+    def chance(self, row: int) -> float:
+        """That the row's next draft stands, 0 to 1."""
+        prior = self._all.chance(_FIRST_GUESS)
+        own = self._rows.get(row)
+        return prior if own is None else own.chance(prior)
+
+    def cost_ms(self, num_reqs: int, width: int) -> float | None:
+        """The measured time of a step; None when it is not known."""
+        cost = self._cost(num_reqs, width)
+        return cost.ms if cost.is_known else None
+
+    def _speed(self, width: int, chances: Sequence[float], num_drafts: Sequence[int]) -> float:
+        """Expected tokens a millisecond."""
+        num_tokens = float(len(chances))
+        if width > 1:
+            for chance, count in zip(chances, num_drafts, strict=True):
+                power = min(count, width - 1)
+                # chance + chance^2 + ... : the expected number of drafts that stand.
+                num_tokens += power if chance >= 1.0 else chance * (1.0 - chance**power) / (1.0 - chance)
+        return num_tokens / max(self._cost(len(chances), width).ms, 1e-6)
+
+    def _cost(self, num_reqs: int, width: int) -> StepCost:
+        size = bucket_for(num_reqs, self._sizes) or num_reqs
+        return self._costs.setdefault((size, width), StepCost())
+
+
+def widths_for(num_speculative_tokens: int, *, is_adaptive: bool) -> tuple[int, ...]:
+    """Widths to record: room for 1, 2, 4, ... drafts and for all of them; only the last when k is fixed."""
+    if not is_adaptive:
+        return (num_speculative_tokens + 1,)
+    counts = {num_speculative_tokens, *(1 << power for power in range(5) if 1 << power < num_speculative_tokens)}
+    return tuple(sorted(count + 1 for count in counts))

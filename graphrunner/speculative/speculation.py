@@ -1,0 +1,149 @@
+"""Speculation as the engine sees it: one proposer, a controller, and the account of what became of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from graphrunner.core.draft_plan import DraftPlan
+from graphrunner.core.request import Request
+from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode
+from graphrunner.runner.base_graph_runner import BaseGraphRunner
+from graphrunner.speculative.draft_controller import DraftController
+from graphrunner.speculative.proposer import DeviceProposer, DraftRound, DraftSequence, HostProposer, Proposer
+from graphrunner.telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+_NUM_ROUNDS_BEFORE_ALARM = 64
+
+
+class Verified(NamedTuple):
+    """What became of one row's drafts in a step."""
+
+    row: int
+    num_drafts: int
+    num_accepted: int
+
+
+class Speculation:
+    """A `DraftPlanner` around a proposer.
+
+    Args:
+        proposer: bound.
+        controller: chooses widths.
+        max_drafts: the engine's own `num_speculative_tokens`.
+    """
+
+    def __init__(self, proposer: Proposer, controller: DraftController, max_drafts: int) -> None:
+        self.proposer = proposer
+        self.controller = controller
+        self._max_drafts = max_drafts
+        self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for the next step
+        self._num_proposed = 0  # how many it was asked for in the last step
+        self._num_rounds = 0
+        self._is_alarmed = False
+
+    def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
+        """See `DraftPlanner.plan`."""
+        wanted = [
+            max(0, min(self._most_for(request), useful))
+            for request, useful in zip(requests, num_useful, strict=True)
+        ]  # fmt: skip
+        rows = [request.row for request in requests]
+        if not isinstance(self.proposer, HostProposer):
+            counts = [min(count, self._num_ready.get(row, 0)) for row, count in zip(rows, wanted, strict=True)]
+            # How many are worth it was decided when they were proposed.
+            return self._planned(self.controller.width_for(max(counts, default=0)), counts, ())
+        asked = [index for index, count in enumerate(wanted) if count]
+        sequences = [
+            DraftSequence(rows[i], requests[i].prompt_token_ids, requests[i].output_token_ids, wanted[i]) for i in asked
+        ]
+        drafts: list[Sequence[int]] = [()] * len(rows)
+        for index, token_ids in zip(asked, self.proposer.propose(sequences), strict=True):
+            drafts[index] = token_ids[: wanted[index]]
+        counts = [len(token_ids) for token_ids in drafts]
+        return self._planned(self.controller.choose_width(rows, counts), counts, tuple(drafts))
+
+    def take_rows(self, batch: ScheduledBatch) -> None:
+        """Let go of what belonged to earlier owners of the step's new rows."""
+        if batch.row_inits:
+            self.proposer.take_rows(batch.row_inits)
+            for init in batch.row_inits:
+                self.controller.forget(init.row)
+
+    def num_drafts_after(self, batch: ScheduledBatch) -> int | None:
+        """How many drafts a device proposer is to leave after a step, 0 to only take its tokens in; None: no call."""
+        if not isinstance(self.proposer, DeviceProposer):
+            return None
+        rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
+        width = self.controller.choose_width(rows, [self._max_drafts] * len(rows))
+        has_prompts = batch.mode in (ForwardMode.PREFILL, ForwardMode.MIXED)
+        return None if width == 1 and not has_prompts else width - 1
+
+    def propose(self, round_: DraftRound) -> None:
+        """Have the device proposer leave its drafts."""
+        assert isinstance(self.proposer, DeviceProposer)
+        self.proposer.propose(round_)
+
+    def took_step(self, batch: ScheduledBatch, num_drafts: int | None) -> None:
+        """Remember what the device proposer was asked for after a step, None for nothing."""
+        self._num_proposed = num_drafts or 0
+        samples = zip(batch.rows, batch.samples, strict=True)
+        self._num_ready = {row: self._num_proposed for row, is_sampled in samples if is_sampled and num_drafts}
+
+    def resolved(self, batch: ScheduledBatch, verified: Sequence[Verified], duration_ms: float) -> None:
+        """Take in a finished step."""
+        for row, num_drafts, num_accepted in verified:
+            self.controller.add_round(row, num_drafts, num_accepted)
+        is_device = isinstance(self.proposer, DeviceProposer)
+        width = batch.max_query_len
+        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and (
+            # A step that verified some number of drafts and proposed another is the price of neither.
+            not is_device or self._num_proposed == width - 1
+        ):
+            self.controller.add_step(batch.num_reqs, width, duration_ms)
+        if verified and not self._is_alarmed:
+            self._num_rounds += 1
+            self._sound_alarm(batch, verified)
+
+    def runners(self) -> Sequence[BaseGraphRunner]:
+        """The proposer's graph runners."""
+        return self.proposer.runners()
+
+    def close(self) -> None:
+        """Give the proposer's memory back. Idempotent."""
+        self.proposer.close()
+
+    def _most_for(self, request: Request) -> int:
+        params = request.sampling_params
+        # What a grammar allows after a draft is known only once the draft is on the host.
+        if not params.speculative or params.structured_output is not None:
+            return 0
+        return min(self._max_drafts, params.num_speculative_tokens or self._max_drafts)
+
+    @staticmethod
+    def _planned(width: int, counts: Sequence[int], token_ids: tuple[Sequence[int], ...]) -> DraftPlan | None:
+        if width == 1:
+            return None
+        num_drafts = tuple(min(count, width - 1) for count in counts)
+        return DraftPlan(width, num_drafts, tuple(ids[: width - 1] for ids in token_ids))
+
+    def _sound_alarm(self, batch: ScheduledBatch, verified: Sequence[Verified]) -> None:
+        """Warn once when drafts cost more time than they save."""
+        width, num_reqs = batch.max_query_len, batch.num_reqs
+        plain_ms, verify_ms = (self.controller.cost_ms(num_reqs, each) for each in (1, width))
+        if self._num_rounds < _NUM_ROUNDS_BEFORE_ALARM or plain_ms is None or verify_ms is None:
+            return
+        expected = 0.0
+        for row, num_drafts, _ in verified:
+            chance = self.controller.chance(row)
+            expected += sum(chance**power for power in range(1, num_drafts + 1))
+        if (num_reqs + expected) / verify_ms < num_reqs / plain_ms:
+            self._is_alarmed = True
+            log.warning(
+                "speculation (%s) costs more than it saves at %d requests: %.2f drafts stand a round, and a round of "
+                "width %d takes %.2f ms against %.2f ms of a plain step",
+                self.proposer.name, num_reqs, expected / len(verified), width, verify_ms, plain_ms,
+            )  # fmt: skip

@@ -13,7 +13,10 @@ class EngineStats:
         steps: the last steps, oldest first.
         num_running, num_waiting: requests with and without pages.
         num_used_pages, num_pages: KV pages owned by live requests, and all that can be handed out.
-        tokens_per_s: output tokens over the last seconds.
+        num_cached_pages: pages that only the prefix cache holds; they are given up when others are needed.
+        tokens_per_s: tokens computed a second over the last steps, prompts included, padding not.
+        num_output_tokens: tokens generated so far.
+        num_graphs, graph_memory_bytes: recorded shapes, and what they hold on the device.
         num_preemptions: requests that gave their pages back so far.
         graph_coverage: share of the last steps that replayed a graph, 0 to 1.
     """
@@ -23,6 +26,10 @@ class EngineStats:
     num_waiting: int = 0
     num_used_pages: int = 0
     num_pages: int = 0
+    num_cached_pages: int = 0
     tokens_per_s: float = 0.0
     graph_coverage: float = 0.0
     num_preemptions: int = 0
+    num_output_tokens: int = 0
+    num_graphs: int = 0
+    graph_memory_bytes: int = 0

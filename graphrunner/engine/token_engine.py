@@ -71,6 +71,7 @@ class TokenEngine:
         self._eos_token_ids = eos_token_ids
         self._has_tokenizer = has_tokenizer
         self._random = random.Random(seed)
+        self._num_output_tokens = 0
 
     def prepare(self, params: SamplingParams) -> Future[object] | None:
         """Begin what a request needs before it can be added, off the step; None when it needs nothing.
@@ -136,6 +137,8 @@ class TokenEngine:
             outputs = self.core.fail_running(cause)
         if self._requests is not None:
             self._requests.took(outputs)
+        for output in outputs:
+            self._num_output_tokens += len(output.new_token_ids)
         return outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -167,6 +170,7 @@ class TokenEngine:
     def _stats_of(self, steps: Sequence[StepRecord]) -> EngineStats:
         queue = self.core.scheduler.stats()
         num_graph = sum(step.is_graph for step in steps)
+        graphs = self.core.model_runner.graph_report().keys
         return EngineStats(
             steps=tuple(steps),
             num_running=queue.num_running,
@@ -176,6 +180,10 @@ class TokenEngine:
             tokens_per_s=_tokens_per_s(steps),
             graph_coverage=num_graph / len(steps) if steps else 0.0,
             num_preemptions=queue.num_preemptions,
+            num_cached_pages=queue.num_evictable_pages,
+            num_output_tokens=self._num_output_tokens,
+            num_graphs=len(graphs),
+            graph_memory_bytes=sum(graph.stats.memory_bytes for graph in graphs),
         )
 
     def _check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:

@@ -46,7 +46,14 @@ class EngineMetrics:
         self._running = Gauge("graphrunner_requests_running", "Requests with pages", registry=registry)
         self._waiting = Gauge("graphrunner_requests_waiting", "Requests without pages", registry=registry)
         self._used_pages = Gauge("graphrunner_kv_pages_used", "KV pages of live requests", registry=registry)
+        self._cached_pages = Gauge(
+            "graphrunner_kv_pages_cached", "KV pages that only the prefix cache holds", registry=registry
+        )
         self._pages = Gauge("graphrunner_kv_pages", "KV pages that can be handed out", registry=registry)
+        self._graphs = Gauge("graphrunner_graphs", "Recorded shapes", registry=registry)
+        self._graph_memory = Gauge(
+            "graphrunner_graph_memory_bytes", "Device memory that recorded shapes hold", registry=registry
+        )
 
     def add_step(self, record: StepRecord) -> None:
         """Count a finished step."""
@@ -74,7 +81,10 @@ class EngineMetrics:
             self._running.set(stats.num_running)
             self._waiting.set(stats.num_waiting)
             self._used_pages.set(stats.num_used_pages)
+            self._cached_pages.set(stats.num_cached_pages)
             self._pages.set(stats.num_pages)
+            self._graphs.set(stats.num_graphs)
+            self._graph_memory.set(stats.graph_memory_bytes)
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions_seen)
             self._num_preemptions_seen = stats.num_preemptions
         return generate_latest(self.registry)

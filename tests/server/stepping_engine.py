@@ -20,17 +20,26 @@ class SteppingEngine(FakeEngine):
     def __init__(self, script: str = "Hello, world!", *, num_steps: int = 0) -> None:
         super().__init__(script)
         self.records: list[StepRecord] = []
+        self.num_out = 0
         for _ in range(num_steps):
             self._record()
 
     def step(self) -> list[RequestOutput]:
         self._record()
-        return super().step()
+        outputs = super().step()
+        self.num_out += sum(len(each.token_ids) for output in outputs for each in output.outputs)
+        return outputs
 
     def stats(self) -> EngineStats:
         steps = tuple(self.records[-NUM_SHOWN_STEPS:])
         return EngineStats(
-            steps=steps, num_running=len(self.live), num_waiting=2, num_used_pages=30, num_pages=120, num_preemptions=5
+            steps=steps,
+            num_running=len(self.live),
+            num_waiting=2,
+            num_used_pages=30,
+            num_pages=120,
+            num_preemptions=5,
+            num_output_tokens=self.num_out,
         )
 
     def _record(self) -> None:

@@ -45,10 +45,10 @@ def test_only_new_steps(http: httpx.Client) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "after"
 
 
-def test_tokens_are_counted(http: httpx.Client) -> None:
+def test_tokens_are_counted(server: RunningServer, http: httpx.Client) -> None:
     before = http.get("/debug/steps").json()["num_output_tokens"]
     http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
-    assert http.get("/debug/steps").json()["num_output_tokens"] == before + 5
+    server.wait_until(lambda: http.get("/debug/steps").json()["num_output_tokens"] == before + 5)
 
 
 def test_page_is_whole_and_shut(http: httpx.Client) -> None:

@@ -41,11 +41,6 @@ class FrontMetrics:
         )
         self.output_tokens = Counter("graphrunner_http_output_tokens", "Tokens handed to clients", registry=registry)
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens handed to clients so far."""
-        return int(self.output_tokens.collect()[0].samples[0].value)
-
     def text(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)

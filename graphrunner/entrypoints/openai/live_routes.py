@@ -50,6 +50,7 @@ class LiveView(Struct):
     num_sequences: int
     num_used_pages: int
     num_pages: int
+    num_cached_pages: int
     num_preemptions: int
     num_output_tokens: int
     steps: list[LiveStep]
@@ -83,8 +84,9 @@ async def live_steps(server: Server, request: Request) -> Response:
         num_sequences=server.admission.num_sequences,
         num_used_pages=stats.num_used_pages,
         num_pages=stats.num_pages,
+        num_cached_pages=stats.num_cached_pages,
         num_preemptions=stats.num_preemptions,
-        num_output_tokens=server.metrics.num_output_tokens,
+        num_output_tokens=stats.num_output_tokens,
         steps=[_shown(step) for step in stats.steps if step.step_id > after],
     )
     return Response(msgspec.json.encode(view), media_type="application/json", headers={"Cache-Control": "no-store"})

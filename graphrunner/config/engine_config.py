@@ -30,6 +30,13 @@ class CapturePolicy(Enum):
     OFF = "off"
 
 
+class LogFormat(Enum):
+    """How a line of the log is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
     """Which model, and how its weights come in."""
@@ -131,6 +138,8 @@ class TelemetryConfig:
 
     trace: str | None = None
     """File for a Chrome / Perfetto trace of steps and request lifetimes, written when the engine closes."""
+    log_format: LogFormat = LogFormat.TEXT
+    """How the log on stderr is written: text, or json with one object a line."""
     check_graphs: bool = False
     """Run every replayed step eagerly too, with unreadable memory poisoned, and stop at the first difference."""
     nvtx: bool = False

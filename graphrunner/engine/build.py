@@ -71,7 +71,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     Raises:
         ConfigError, ModelLoadError: one line that names the setting or the file.
     """
-    setup_logging(log_level())
+    setup_logging(log_level(), config.telemetry.log_format)
     device = _device(config.load.device)
     seen = Observation(config.telemetry, device)
     if config.num_threads is not None:

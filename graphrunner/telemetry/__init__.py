@@ -1,3 +1,3 @@
 """Owns: logging, metrics, the step trace.
-May import: core.
+May import: config, core.
 Must not contain: torch, engine state."""

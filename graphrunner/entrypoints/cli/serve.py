@@ -7,7 +7,9 @@ import logging
 
 import typer
 
+from graphrunner.config.env import log_level
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.telemetry.log import setup_logging
 
 
 def serve(
@@ -24,6 +26,7 @@ def serve(
 
     options = server_options_from(server_options)
     config = engine_config_from_options({"model": model, **engine_options})
+    setup_logging(log_level(), config.telemetry.log_format)
     if options.log_requests:
         logging.getLogger("graphrunner.access").setLevel(logging.INFO)
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from graphrunner import __version__
 from graphrunner.entrypoints.openai import chat, completions, embeddings, live_routes, responses_api, status_routes
 from graphrunner.entrypoints.openai.errors import install_error_handlers
-from graphrunner.entrypoints.openai.middleware import ApiKeys, RequestContext
+from graphrunner.entrypoints.openai.middleware import QUIET_PATHS, ApiKeys, RequestContext
 from graphrunner.entrypoints.openai.protocol import (
     ChatBody,
     CompletionBody,
@@ -24,6 +24,7 @@ from graphrunner.entrypoints.openai.protocol import (
 from graphrunner.entrypoints.openai.responses_body import ResponsesBody
 from graphrunner.entrypoints.openai.server import Server
 from graphrunner.entrypoints.openai.streaming import ClientGoneError
+from graphrunner.entrypoints.openai.tracing import RequestSpans
 
 Handler = Callable[[Server, Request], Awaitable[Response]]
 CLIENT_CLOSED_REQUEST = 499
@@ -77,6 +78,8 @@ def build_app(server: Server) -> FastAPI:
             allow_headers=["*"],
         )
     app.add_middleware(RequestContext, metrics=server.metrics, is_logged=server.options.log_requests)
+    if server.tracer is not None:
+        app.add_middleware(RequestSpans, tracer=server.tracer, quiet_paths=QUIET_PATHS)
     return app
 
 

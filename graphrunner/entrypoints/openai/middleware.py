@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphrunner.entrypoints.openai.errors import ApiError, error_response
 from graphrunner.entrypoints.openai.front_metrics import FrontMetrics
-from graphrunner.telemetry.log import get_logger, request_logging
+from graphrunner.telemetry.log import fields, get_logger, request_logging
 
 OPEN_PATHS = frozenset({"/health", "/"})
 """Answered without a key: what a probe asks for, and the page that asks for the key itself."""
@@ -59,7 +59,15 @@ class RequestContext:
                 if self._is_logged:
                     duration_ms = (time.perf_counter() - start_s) * 1e3
                     level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
-                    access_log.log(level, "%s %s %d %.1f ms", scope["method"], path, status, duration_ms)
+                    access_log.log(
+                        level,
+                        "%s %s %d %.1f ms",
+                        scope["method"],
+                        path,
+                        status,
+                        duration_ms,
+                        extra=fields(method=scope["method"], route=path, status=status, duration_ms=duration_ms),
+                    )
 
 
 class ApiKeys:

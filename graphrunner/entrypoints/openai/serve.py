@@ -97,6 +97,8 @@ class ServerProcess:
             ready.cancel()
             await engine.shutdown()
             self._server.encoder.close()
+            if self._server.tracer is not None:
+                await asyncio.to_thread(self._server.tracer.close)
             listener.close()
         if self._failure is not None:
             raise self._failure

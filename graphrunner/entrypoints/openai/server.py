@@ -21,6 +21,7 @@ from graphrunner.entrypoints.openai.generation import Generation
 from graphrunner.entrypoints.openai.prompts import PromptEncoder
 from graphrunner.entrypoints.openai.response_store import ResponseStore
 from graphrunner.entrypoints.openai.server_options import MIB, ServerOptions
+from graphrunner.entrypoints.openai.tracing import Tracer, annotate, otlp_tracer
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -35,6 +36,7 @@ class Server:
     admission: Admission
     metrics: FrontMetrics
     stored_responses: ResponseStore
+    tracer: Tracer | None
     start_s: int
 
     @property
@@ -63,6 +65,11 @@ class Server:
         self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int, field: str
     ) -> Generation:
         """Check the prompts against the context, take room, and admit them."""
+        annotate(
+            gen_ai__request__model=self.model_name,
+            gen_ai__usage__input_tokens=sum(map(len, prompts)),
+            gen_ai__request__choice__count=params.n,
+        )
         for token_ids in prompts:
             self.encoder.check_room(token_ids, params, field)
         ticket = self.admission.enter(len(prompts) * params.n, self.client.health())
@@ -76,9 +83,10 @@ class Server:
 
 
 def make_server(client: EngineClient, options: ServerOptions) -> Server:
-    """Put the parts together. On the event loop."""
+    """Put the parts together. On the event loop. Raises ConfigError when spans cannot be sent."""
     admission = Admission(options.max_concurrent_requests)
     metrics = FrontMetrics()
     metrics.sequences.set_function(lambda: admission.num_sequences)
     store = ResponseStore(options.max_response_store_mib * MIB)
-    return Server(client, options, PromptEncoder(client), admission, metrics, store, int(time.time()))
+    tracer = None if options.otlp_endpoint is None else otlp_tracer(options.otlp_endpoint)
+    return Server(client, options, PromptEncoder(client), admission, metrics, store, tracer, int(time.time()))

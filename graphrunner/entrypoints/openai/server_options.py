@@ -61,6 +61,8 @@ class ServerOptions:
     """How the model writes tool calls: auto, hermes, llama, or none."""
     reasoning: ReasoningFormat = ReasoningFormat.AUTO
     """auto puts text in <think> tags into reasoning_content; none leaves it in the content."""
+    otlp_endpoint: str | None = None
+    """Where a span for every request is sent (OTLP over HTTP), as http://127.0.0.1:4318/v1/traces; None sends none."""
     log_requests: bool = True
     """Write one line a request to the log."""
 

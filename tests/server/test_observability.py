@@ -1,0 +1,116 @@
+"""Structured logs and spans of real requests, against a collector on loopback."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from loopback import start_server
+from scripted_engine import FakeEngine
+
+from graphrunner.config.engine_config import LogFormat
+from graphrunner.core.errors import ConfigError
+from graphrunner.entrypoints.openai.server_options import ServerOptions
+from graphrunner.entrypoints.openai.tracing import otlp_tracer
+from graphrunner.telemetry.log import setup_logging
+
+
+@pytest.fixture
+def json_log() -> Iterator[io.StringIO]:
+    """The log of the package, as JSON lines; text again afterwards."""
+    setup_logging("info", LogFormat.JSON)
+    handler = next(each for each in logging.getLogger("graphrunner").handlers if each.name == "graphrunner")
+    assert isinstance(handler, logging.StreamHandler)
+    stream, handler.stream = handler.stream, io.StringIO()
+    yield handler.stream
+    handler.stream = stream
+    setup_logging()
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """A place that takes spans: its URL, and what came."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is printed."""
+
+    listener = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listener.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.server_address[1]}/v1/traces", bodies
+    listener.shutdown()
+    listener.server_close()
+
+
+def test_json_lines_name_the_request(json_log: io.StringIO) -> None:
+    server = start_server(FakeEngine)
+    try:
+        with server.http() as http:
+            http.post("/v1/completions", json={"prompt": "top secret"}, headers={"X-Request-Id": "mine-1"})
+            http.post("/v1/completions", json={"prompt": "x", "nope": 1})
+            http.get("/health")
+    finally:
+        server.stop()
+    lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
+    access = [line for line in lines if line["logger"] == "graphrunner.access"]
+    assert [line["status"] for line in access] == [200, 400], "what machines ask for all the time is not logged"
+    assert access[0]["request_id"] == "mine-1" and access[0]["route"] == "/v1/completions"
+    assert access[0]["method"] == "POST" and access[0]["duration_ms"] > 0 and access[0]["level"] == "info"
+    assert access[0]["time"].endswith("+00:00") and "secret" not in json_log.getvalue()
+
+
+def test_an_exception_is_one_line(json_log: io.StringIO) -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("graphrunner.x").exception("it failed")
+    (line,) = json_log.getvalue().splitlines()
+    parsed = json.loads(line)
+    assert parsed["message"] == "it failed" and "ValueError: two\nlines" in parsed["exception"]
+
+
+def test_a_span_for_each_request(collector: tuple[str, list[bytes]]) -> None:
+    """With the caller's trace as parent; nothing for probes, nothing of the prompt; sent before the server is gone."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    url, bodies = collector
+    server = start_server(FakeEngine, ServerOptions(port=0, otlp_endpoint=url))
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    try:
+        with server.http() as http:
+            headers = {"traceparent": parent, "X-Request-Id": "mine-2"}
+            http.post("/v1/completions", json={"prompt": "top secret", "stream": True}, headers=headers)
+            http.post("/v1/completions", json={"prompt": ""})
+            http.get("/metrics")
+    finally:
+        server.stop()
+    sent = [ExportTraceServiceRequest.FromString(body) for body in bodies]
+    spans = [
+        span for each in sent for group in each.resource_spans for scope in group.scope_spans for span in scope.spans
+    ]
+    assert [span.name for span in spans] == ["POST /v1/completions"] * 2 and b"secret" not in b"".join(bodies)
+    first, second = ({item.key: item.value for item in span.attributes} for span in spans)
+    assert spans[0].trace_id.hex() == parent.split("-")[1] and spans[0].parent_span_id.hex() == parent.split("-")[2]
+    assert first["http.response.status_code"].int_value == 200 and second["http.response.status_code"].int_value == 400
+    assert first["graphrunner.request_id"].string_value == "mine-2"
+    assert first["gen_ai.request.model"].string_value == "fake-model"
+    assert first["gen_ai.usage.input_tokens"].int_value == len("top secret")
+    assert [event.name for event in spans[0].events] == ["first byte of the answer"]
+    assert spans[0].end_time_unix_nano > spans[0].start_time_unix_nano and spans[1].trace_id != spans[0].trace_id
+
+
+def test_a_wrong_endpoint_is_told() -> None:
+    with pytest.raises(ConfigError, match="otlp_endpoint='localhost:4318'"):
+        otlp_tracer("localhost:4318")

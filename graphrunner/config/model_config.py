@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from graphrunner.config.checkpoint_quantization import CheckpointQuantization
 from graphrunner.core.errors import ModelLoadError
 
 
@@ -128,6 +129,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str = "float32"
     """The checkpoint's own dtype by name; what the engine computes in is decided elsewhere."""
+    checkpoint_quantization: CheckpointQuantization | None = None
+    """How the checkpoint packs its projections; None: as plain numbers."""
     hf_config: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     """The raw Hugging Face configuration, for the fallback that builds transformers' own model."""
 

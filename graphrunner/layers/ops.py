@@ -61,10 +61,12 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
 
 def norm_linear_argmax(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight) -> Tensor | None:
     """The index of each row's largest output, int32 [T]; None where no kernel finds it while it multiplies."""
-    if x.is_cuda and weight.is_dense:
-        kernels = _gpu_kernels()
-        return kernels.reduce_argmax(kernels.norm_linear_argmax(x, norm_weight, eps, weight.data)[1])
-    return None
+    if not x.is_cuda:
+        return None
+    reduce_argmax = _gpu_kernels().reduce_argmax
+    if weight.is_dense:
+        return reduce_argmax(_gpu_kernels().norm_linear_argmax(x, norm_weight, eps, weight.data)[1])
+    return reduce_argmax(_packed_kernels().norm_linear_argmax(x, norm_weight, eps, weight)[1])
 
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 from types import MappingProxyType
@@ -11,7 +12,9 @@ from typing import Protocol
 from torch import Tensor
 
 from graphrunner.attention.backend import GraphSupport
+from graphrunner.config.checkpoint_quantization import CheckpointQuantization
 from graphrunner.config.model_config import ModelConfig
+from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ConfigError, ModelLoadError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.kvcache.pool import KVSpec
@@ -109,11 +112,23 @@ def load_model(
         ConfigError: `impl` or the quantization cannot be had for this checkpoint.
     """
     is_native = native_model_class(config.architecture) is not None and impl is not ModelImpl.TRANSFORMERS
+    checkpoint = config.checkpoint_quantization
+    if checkpoint is not None:
+        _check_packing(checkpoint, options.quantization, is_native)
+        options = replace(options, quantization=Quantization.NONE)
     if is_native:
         model = build_model(config, options)
         dtype = options.weight_dtype or options.dtype
         model.load_weights(
-            iterate_weights(source, config, dtype=dtype, device=options.device, seed=seed, on_progress=on_progress)
+            iterate_weights(
+                source,
+                config,
+                dtype=dtype,
+                device=options.device,
+                quantization=options.quantization,
+                seed=seed,
+                on_progress=on_progress,
+            )
         )
         return model
     if impl is ModelImpl.NATIVE:
@@ -125,3 +140,12 @@ def load_model(
     if source.kind is SourceKind.DUMMY:
         return TransformersCausalLM.with_random_weights(source.path, config, options, seed)
     return TransformersCausalLM.from_folder(source.path, config, options)
+
+
+def _check_packing(checkpoint: CheckpointQuantization, asked: Quantization, is_native: bool) -> None:
+    if not checkpoint.agrees_with(asked):
+        problem = f"the checkpoint is packed as {checkpoint.packing.value} already; leave it out"
+        raise ConfigError("quantization", asked.value, problem)
+    if not is_native:
+        problem = f"packed weights ({checkpoint.method}) need a native model; use auto"
+        raise ConfigError("model_impl", ModelImpl.TRANSFORMERS.value, problem)

@@ -11,20 +11,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from graphrunner.config.checkpoint_quantization import CheckpointQuantization
 from graphrunner.config.model_config import ModelConfig
+from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ModelLoadError
+from graphrunner.kernels.packed_weight import Weight
 from graphrunner.weights.dummy import iterate_dummy
 from graphrunner.weights.gguf_names import HFTensor, to_hf
 from graphrunner.weights.gguf_quants import dequantize
 from graphrunner.weights.gguf_reader import GGUFFile, GGUFTensor
 from graphrunner.weights.memory import check_fits
+from graphrunner.weights.packed_modules import PackedModule, assemble, shape_of, split_packed
 from graphrunner.weights.progress import OnProgress
+from graphrunner.weights.quantize import quantize, quantize_int4
 from graphrunner.weights.safetensors_reader import iterate_entries, read_entries
 from graphrunner.weights.shapes import expected_shapes
 from graphrunner.weights.source import ModelSource, SourceKind
 
 # The text half of a vision checkpoint: longest first, so that the more specific one wins.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+
+
+# Scales of the cache's keys and values, which a bf16 cache has no use for.
+_UNUSED_SCALES = (".k_scale", ".v_scale")
 
 
 class Rounding(StrEnum):
@@ -41,11 +50,12 @@ class Rounding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """One weight that will be read: its final name and shape, and what it takes in the file."""
+    """One weight that will be read: its final name and shape, and what it takes in the file and on the device."""
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
+    device_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,23 @@ class _Target:
     dtype: torch.dtype
     device: torch.device
     round_to: torch.dtype | None
+    quantization: Quantization
+
+    def pending(self, name: str, shape: tuple[int, ...], num_bytes: int) -> _Pending:
+        """A plain weight; projections among them count as they will be packed."""
+        is_head = name == "lm_head.weight"
+        packing = self.quantization.of_head if is_head else self.quantization
+        size = packing.bytes_per_weight if is_head or name.endswith("_proj.weight") else None
+        return _Pending(name, shape, num_bytes, int(math.prod(shape) * (size or self.dtype.itemsize)))
+
+    def pending_packed(self, module: PackedModule, checkpoint: CheckpointQuantization) -> _Pending:
+        """A packed weight; a CPU keeps 4 bits as 8, and fp8 widened."""
+        shape = shape_of(module, checkpoint)
+        num_bytes = sum(entry.num_bytes for entry in module.entries.values())
+        is_fp8 = checkpoint.packing in (Quantization.FP8, Quantization.FP8_BLOCK)
+        on_cpu = math.prod(shape) * (self.dtype.itemsize if is_fp8 else 1)
+        device_bytes = on_cpu if self.device.type == "cpu" else num_bytes
+        return _Pending(f"{module.name}.weight", shape, num_bytes, device_bytes)
 
     def convert(self, weight: Tensor) -> Tensor:
         if self.round_to is not None:
@@ -69,9 +96,10 @@ def iterate_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     rounding: Rounding = Rounding.AUTO,
+    quantization: Quantization = Quantization.NONE,
     seed: int = 0,
     on_progress: OnProgress | None = None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor | Weight]]:
     """Yield every weight once, in the file's order.
 
     Args:
@@ -79,17 +107,18 @@ def iterate_weights(
         config: from load_model_config; native architectures are checked against it before anything is read.
         dtype: of the yielded weights; integer tensors keep theirs.
         device: where they are put. GGUF blocks are decoded there.
+        quantization: what plain projections will be packed into, for the memory check.
         seed: of dummy weights.
         on_progress: see progress.OnProgress.
 
     Returns:
-        (name, float [shape of the checkpoint]); tied heads and unused buffers are left out. Aliasing: a CPU weight
-        may be a view of the mapped file; copy what you change.
+        (name, float [shape of the checkpoint]), packed where the checkpoint has it packed; tied heads and unused
+        buffers are left out. Aliasing: a CPU weight may be a view of the mapped file; copy what you change.
 
     Raises:
         ModelLoadError: does not fit in memory, a tensor is missing, misshapen, unknown or unreadable.
     """
-    target = _Target(dtype, torch.device(device), _round_to(source, rounding))
+    target = _Target(dtype, torch.device(device), _round_to(source, rounding), quantization)
     if source.kind is SourceKind.DUMMY:
         return _iterate_dummy(source, config, target, seed, on_progress)
     if source.kind is SourceKind.GGUF:
@@ -106,14 +135,25 @@ def _round_to(source: ModelSource, rounding: Rounding) -> torch.dtype | None:
 
 def _iterate_dummy(
     source: ModelSource, config: ModelConfig, target: _Target, seed: int, on_progress: OnProgress | None
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor | Weight]]:
     if not config.is_native:
         raise ModelLoadError(f"{source.name}: dummy weights of {config.architecture} are filled by its own model")
-    pending = [_Pending(n, s, math.prod(s) * target.dtype.itemsize) for n, s in expected_shapes(config).items()]
+    shapes = expected_shapes(config)
+    pending = [target.pending(name, shape, math.prod(shape) * target.dtype.itemsize) for name, shape in shapes.items()]
     progress = _begin(source, config, target, pending, on_progress)
     for (name, weight), one in zip(iterate_dummy(config, target.dtype, target.device, seed), pending, strict=True):
-        yield name, weight
+        yield name, _as_stored(name, weight, config.checkpoint_quantization)
         progress.add(one)
+
+
+def _as_stored(name: str, weight: Tensor, checkpoint: CheckpointQuantization | None) -> Tensor | Weight:
+    """A random weight in the numbers that a checkpoint of this config would have."""
+    is_projection = name.endswith("_proj.weight") or name == "lm_head.weight"
+    if checkpoint is None or not is_projection or checkpoint.is_ignored(name.removesuffix(".weight")):
+        return weight
+    if checkpoint.packing is Quantization.INT4 and checkpoint.group_size:
+        return quantize_int4(weight, checkpoint.group_size)
+    return quantize(weight, checkpoint.packing)
 
 
 def _iterate_gguf(
@@ -125,7 +165,7 @@ def _iterate_gguf(
     for tensor in file.tensors.values():
         hf_tensor = to_hf(tensor.name, architecture, config.num_q_heads, config.num_kv_heads)
         if hf_tensor is not None:
-            wanted.append((tensor, hf_tensor, _Pending(hf_tensor.name, tensor.shape, tensor.num_bytes)))
+            wanted.append((tensor, hf_tensor, target.pending(hf_tensor.name, tensor.shape, tensor.num_bytes)))
     progress = _begin(source, config, target, [one for _, _, one in wanted], on_progress)
     for tensor, hf_tensor, one in wanted:
         # A norm stored as w + 1 must lose the one before it is rounded, not after.
@@ -140,28 +180,48 @@ def _iterate_gguf(
 
 def _iterate_safetensors(
     source: ModelSource, config: ModelConfig, target: _Target, on_progress: OnProgress | None
-) -> Iterator[tuple[str, Tensor]]:
-    wanted = {}
-    for entry in read_entries(source.weight_files):
-        name = _final_name(entry.name, config)
-        if name is not None:
-            wanted[entry.name] = (entry, _Pending(name, entry.shape, entry.num_bytes))
-    progress = _begin(source, config, target, [one for _, one in wanted.values()], on_progress)
-    for entry, tensor in iterate_entries([entry for entry, _ in wanted.values()]):
-        one = wanted[entry.name][1]
-        yield one.name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
-        progress.add(one)
+) -> Iterator[tuple[str, Tensor | Weight]]:
+    named = {_final_name(entry.name, config): entry for entry in read_entries(source.weight_files)}
+    plain = {name: entry for name, entry in named.items() if name is not None}
+    modules: dict[str, PackedModule] = {}
+    checkpoint = config.checkpoint_quantization
+    if checkpoint is not None:
+        plain, modules = split_packed(plain, checkpoint)
+        plain = {name: entry for name, entry in plain.items() if not name.endswith(_UNUSED_SCALES)}
+    pending = {name: target.pending(name, entry.shape, entry.num_bytes) for name, entry in plain.items()}
+    if checkpoint is not None:
+        pending |= {name: target.pending_packed(module, checkpoint) for name, module in modules.items()}
+    progress = _begin(source, config, target, list(pending.values()), on_progress)
+    weight_of = {entry.name: name for name, entry in plain.items()}
+    weight_of |= {entry.name: name for name, module in modules.items() for entry in module.entries.values()}
+    wanted = [entry for entry in named.values() if entry.name in weight_of]
+    arrived: dict[str, dict[str, Tensor]] = {}
+    for entry, tensor in iterate_entries(wanted):
+        name = weight_of[entry.name]
+        if name not in modules or checkpoint is None:
+            yield name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
+            progress.add(pending[name])
+            continue
+        parts = arrived.setdefault(name, {})
+        parts[entry.name.rpartition(".")[2]] = tensor
+        if len(parts) == len(modules[name].entries):
+            yield name, assemble(modules[name], arrived.pop(name), checkpoint, target.device)
+            progress.add(pending[name])
 
 
 def _iterate_pickle(
     source: ModelSource, config: ModelConfig, target: _Target, on_progress: OnProgress | None
 ) -> Iterator[tuple[str, Tensor]]:
+    if config.checkpoint_quantization is not None:
+        raise ModelLoadError(
+            f"{source.name}: packed weights ({config.checkpoint_quantization.method}) need safetensors"
+        )
     wanted: list[tuple[Tensor, _Pending]] = []
     for path in source.weight_files:
         for stored_name, tensor in _load_pickle(path).items():
             name = _final_name(stored_name, config)
             if name is not None:
-                wanted.append((tensor, _Pending(name, tuple(tensor.shape), tensor.nbytes)))
+                wanted.append((tensor, target.pending(name, tuple(tensor.shape), tensor.nbytes)))
     progress = _begin(source, config, target, [one for _, one in wanted], on_progress)
     for tensor, one in wanted:
         yield one.name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
@@ -222,7 +282,11 @@ def _begin(
     """Check names, shapes and memory before the first byte of data is read."""
     if config.is_native:
         _check_complete(source.name, expected_shapes(config), {one.name: one.shape for one in pending})
-    check_fits(source.name, sum(math.prod(one.shape) for one in pending), target.dtype, target.device)
+    names = [str(target.dtype).removeprefix("torch.")]
+    names += [target.quantization.value] if target.quantization is not Quantization.NONE else []
+    checkpoint = config.checkpoint_quantization
+    names += [checkpoint.packing.value] if checkpoint is not None else []
+    check_fits(source.name, sum(one.device_bytes for one in pending), " and ".join(names), target.device)
     return _Progress(sum(one.num_bytes for one in pending), on_progress)
 
 

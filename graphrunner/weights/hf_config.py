@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from graphrunner.config.checkpoint_quantization import checkpoint_quantization
 from graphrunner.config.hf_model_config import architecture_of, model_config_from_hf
 from graphrunner.config.model_config import NATIVE_ARCHITECTURES, ModelConfig
 from graphrunner.core.errors import ModelLoadError
@@ -20,8 +22,11 @@ def model_config_from_folder(folder: Path) -> ModelConfig:
         ModelLoadError: no or invalid config.json, an unknown architecture, a quantization we cannot read.
     """
     raw = _read_json(folder / "config.json")
-    _refuse_quantization(folder, raw)
     architecture = architecture_of(raw)
+    packed = checkpoint_quantization(raw)
+    if packed is not None and architecture not in NATIVE_ARCHITECTURES and "text_config" not in raw:
+        method = f"quantization_config.quant_method={packed.method!r}"
+        raise ModelLoadError(f"{folder}: {method} of {architecture}, which has no native model, is not supported")
     hf = _with_defaults(folder, raw)
     if "text_config" not in raw:
         hf["architectures"] = [architecture]
@@ -30,7 +35,7 @@ def model_config_from_folder(folder: Path) -> ModelConfig:
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():
         hf["eos_token_id"] = _merged_ids(hf.get("eos_token_id"), _read_json(generation_path).get("eos_token_id"))
-    return model_config_from_hf(hf)
+    return replace(model_config_from_hf(hf), checkpoint_quantization=packed)
 
 
 def _read_json(path: Path) -> dict[str, object]:
@@ -61,16 +66,6 @@ def _require_causal_lm(folder: Path, architecture: str, model_type: str) -> None
 
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelLoadError(f"{folder}: {architecture} (model_type={model_type!r}) is not a causal language model")
-
-
-def _refuse_quantization(folder: Path, raw: dict[str, object]) -> None:
-    quantization = raw.get("quantization_config")
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method")
-        raise ModelLoadError(
-            f"{folder}: quantization_config.quant_method={method!r} is not supported "
-            "(use an unquantized checkpoint or a GGUF file)"
-        )
 
 
 def _merged_ids(*values: object) -> list[int]:

@@ -19,22 +19,20 @@ def available_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def check_fits(
-    name: str, num_values: int, dtype: torch.dtype, device: torch.device, free_bytes: int | None = None
-) -> None:
+def check_fits(name: str, num_bytes: int, numbers: str, device: torch.device, free_bytes: int | None = None) -> None:
     """Refuse a model whose weights alone are larger than the free memory.
 
     Args:
-        num_values: weights that will be on the device.
+        num_bytes: of all weights on the device.
+        numbers: what they are kept in, for the message.
         free_bytes: overrides the measurement.
 
     Raises:
         ModelLoadError: with both sizes.
     """
-    needed_bytes = num_values * dtype.itemsize
     free_bytes = available_bytes(device) if free_bytes is None else free_bytes
-    if needed_bytes > free_bytes:
+    if num_bytes > free_bytes:
         raise ModelLoadError(
-            f"{name}: the weights need {needed_bytes / _GIB:.2f} GiB in {str(dtype).removeprefix('torch.')}, "
-            f"{device} has {free_bytes / _GIB:.2f} GiB free; use a smaller model or dtype"
+            f"{name}: the weights need {num_bytes / _GIB:.2f} GiB in {numbers}, "
+            f"{device} has {free_bytes / _GIB:.2f} GiB free; use a smaller model, dtype or quantization"
         )

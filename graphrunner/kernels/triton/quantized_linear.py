@@ -29,6 +29,7 @@ from graphrunner.kernels.triton.quantized_kernels import (
     packed_vector_kernel,
     rows_to_fp8_kernel,
 )
+from graphrunner.kernels.triton.sample import ArgmaxPartials, argmax_partials
 
 _LAYOUTS = {WeightLayout.INT8: 0, WeightLayout.INT4: 1, WeightLayout.FP8: 2}
 _FP8_BITS = 3
@@ -144,6 +145,14 @@ def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Te
     if _run(call):
         return residual
     return residual.add_(_library_linear(x, weight, bias, torch.empty_like(residual)))
+
+
+def norm_linear_argmax(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight
+) -> tuple[Tensor, ArgmaxPartials]:
+    """As decode_linear.norm_linear_argmax: logits [B, V], and the best (value, index) of each slice of them."""
+    logits = norm_linear(x, norm_weight, eps, weight)
+    return logits, argmax_partials(logits)
 
 
 def _run(call: PackedCall) -> bool:

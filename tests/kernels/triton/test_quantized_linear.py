@@ -9,6 +9,7 @@ from graphrunner.kernels.packed_weight import Weight, dequantize
 from graphrunner.kernels.triton import quantized_linear, runtime
 from graphrunner.kernels.triton.linear_config import LinearMode
 from graphrunner.kernels.triton.quantized_config import PackedConfig, PackedKind, is_valid, select_packed_config
+from graphrunner.kernels.triton.sample import reduce_argmax
 from graphrunner.weights.quantize import quantize, stack
 
 PACKINGS = [one for one in Quantization if one is not Quantization.NONE]
@@ -115,6 +116,13 @@ def test_public_operations_choose_a_working_kernel(packing, num_rows, device):
     out = quantized_linear.linear_residual(x, weight, None, residual)
     assert out.data_ptr() == residual.data_ptr()
     torch.testing.assert_close(out.float(), added, **close)
+
+
+def test_the_greedy_token_of_a_packed_head(device):
+    weight = packed(300, 128, Quantization.INT8, device)
+    x = torch.randn(2, 128, dtype=torch.bfloat16, device=device)
+    logits, partials = quantized_linear.norm_linear_argmax(x, None, EPS, weight)
+    assert reduce_argmax(partials).tolist() == logits.float().argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

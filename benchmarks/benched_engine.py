@@ -11,6 +11,7 @@ from workload import Workload, prompt
 
 if TYPE_CHECKING:
     from graphrunner import LLM
+    from graphrunner.core.outputs import StepRecord
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class BenchedEngine:
     Attributes:
         shape: a name of `shapes.ALL_SHAPES`.
         step_ms: what decode steps through `LLM.generate` took, by batch size, once measured.
+        last_step_id: of the step before the last call of `seconds`.
     """
 
     llm: "LLM"
@@ -28,6 +30,7 @@ class BenchedEngine:
     workload: Workload
     ceilings: Ceilings
     step_ms: dict[int, float] = field(default_factory=dict)
+    last_step_id: int = -1
 
     @property
     def config(self) -> dict:
@@ -50,6 +53,7 @@ class BenchedEngine:
             for length in output_lens
         ]
         synchronize(self.device)
+        self.last_step_id = self.llm.steps[-1].step_id if self.llm.steps else -1
         start_s = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         duration_s = time.perf_counter() - start_s
@@ -61,3 +65,15 @@ class BenchedEngine:
     def batch_seconds(self, batch: int, prompt_len: int, output_len: int) -> float:
         """`seconds` of equal requests."""
         return self.seconds([prompt_len] * batch, [output_len] * batch)
+
+    def steps_line(self) -> str:
+        """The steps of the last call of `seconds` by kind: how many, how long together, and how many had a graph."""
+        kinds: dict[str, list[StepRecord]] = {}
+        for step in self.llm.steps:
+            if step.step_id > self.last_step_id:
+                kinds.setdefault(step.mode.value, []).append(step)
+        return ", ".join(
+            f"{len(steps)} {kind} steps in {sum(step.duration_ms for step in steps):.0f} ms "
+            f"({sum(step.is_graph for step in steps)} from graphs)"
+            for kind, steps in kinds.items()
+        )

@@ -31,14 +31,8 @@ def decode_row(bench: BenchedEngine, batch: int) -> Row:
     bench.step_ms[batch] = step_ms = 1e3 * (whole_s - first_s) / load.num_steps
     context = batch * (prompt_len + (load.num_steps + 1) // 2)
     floor_s = decode_floor_s(bench.config, bench.ceilings, batch, context, load.bytes_per_value)
-    print(f"   steps from a graph: {graph_share(bench):.0%}; all first tokens after {1e3 * first_s:.1f} ms")
+    print(f"   all first tokens after {1e3 * first_s:.1f} ms; then of the whole: {bench.steps_line()}")
     return Row.of(f"decode/{bench.shape}/batch{batch}", step_ms, "ms", 1e3 * floor_s)
-
-
-def graph_share(bench: BenchedEngine) -> float:
-    """Of the last decode steps, how many a graph ran."""
-    steps = [step for step in bench.llm.steps if step.mode.value == "decode"][-bench.workload.num_steps :]
-    return sum(step.is_graph for step in steps) / len(steps) if steps else 0.0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def offline_rows(bench: BenchedEngine) -> Iterator[Row]:
     duration_s = bench.seconds(prompt_lens, output_lens)
     least_s = whole_floor_s(bench.config, bench.ceilings, prompt_lens, output_lens, bench.workload.bytes_per_value)
     num_tokens = sum(output_lens)
-    print(f"   {sum(prompt_lens)} tokens in, {num_tokens} out, {duration_s:.2f} s")
+    print(f"   {sum(prompt_lens)} tokens in, {num_tokens} out, {duration_s:.2f} s; {bench.steps_line()}")
     yield Row.of(f"offline/{bench.shape}", num_tokens / duration_s, "tokens/s", num_tokens / least_s)
 
 

@@ -32,7 +32,7 @@ def prefill_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
     batch = load.batches[-1]
     all_s = min(bench.batch_seconds(batch, length, 1) for _ in range(2))
     floor_s = prefill_floor_s(bench.config, bench.ceilings, [length] * batch, load.bytes_per_value)
-    print(f"   {step_line(bench)}")
+    print(f"   {bench.steps_line()}")
     yield Row.of(f"prefill{batch}/{bench.shape}", all_s, "s", floor_s)
     for count in (1, min(batch, NUM_PROFILED)):
         wall_s = bench.batch_seconds(count, length, 1)

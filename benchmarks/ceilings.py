@@ -45,7 +45,7 @@ def elapsed_s(call: Callable[[], object], device: str) -> float:
 
 
 def measure_ceilings(device: str) -> Ceilings:
-    """Ten reads of 4 GiB and ten products of 8192 cubed, the best of each; small ones on a CPU."""
+    """Thirty reads of 4 GiB and thirty products of 8192 cubed, the best of each; small ones on a CPU."""
     ceilings = _measured(device)
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -55,9 +55,9 @@ def measure_ceilings(device: str) -> Ceilings:
 def _measured(device: str) -> Ceilings:
     is_gpu = device == "cuda"
     data = torch.zeros(1 << (32 if is_gpu else 24), dtype=torch.uint8, device=device).view(torch.int32)
-    read_s = min(elapsed_s(lambda: data.sum(dtype=torch.int32), device) for _ in range(10))
+    read_s = min(elapsed_s(lambda: data.sum(dtype=torch.int32), device) for _ in range(30))
     size = 8192 if is_gpu else 256
     dtype = torch.bfloat16 if is_gpu else torch.float32
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    product_s = min(elapsed_s(lambda: left @ right, device) for _ in range(10))
+    product_s = min(elapsed_s(lambda: left @ right, device) for _ in range(30))
     return Ceilings(data.numel() * 4 / read_s, 2 * size**3 / product_s)

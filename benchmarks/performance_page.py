@@ -1,13 +1,15 @@
-"""Writes the tables of docs/performance.md that come from a saved run, so that page and figures never disagree.
+"""Writes what docs/performance.md and README.md say of a saved run, so that pages and figures never disagree.
 
     python benchmarks/performance_page.py [--check]
 
-What stands between the markers is replaced by tables of docs/benchmarks/h200.json and h200_profile.json. `--check`
-writes nothing and fails when the page would change.
+What stands between the markers of docs/performance.md is replaced by tables of docs/benchmarks/h200.json and
+h200_profile.json, and by the pictures that are there; in the README, single values are. `--check` writes nothing and
+fails when a page would change.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +18,10 @@ from marks import NANO_TOKENS_PER_S, PEER_DECODE_MS, PEER_OFFLINE_TOKENS_PER_S
 from result_rows import ROOT, Row, load_rows, sort_key
 
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 BEGIN = "<!-- tables of docs/benchmarks/h200.json: python benchmarks/performance_page.py -->"
 END = "<!-- end of tables -->"
+VALUE = re.compile(r"<!-- h200: (\S+) -->.*?<!-- /h200 -->")
 NUM_KERNELS = 8
 HEAD = "| row | value | floor | share of floor | peer | must | aim | |\n|---|---|---|---|---|---|---|---|"
 
@@ -32,8 +36,15 @@ SECTIONS = (
 )
 
 
+PICTURES = {
+    "h200_decode.svg": "ms a decode step by batch: LLM.generate, bare replay, floor, vLLM",
+    "h200_profile.svg": "where the time of a step goes, kernel by kernel",
+    "h200_start.svg": "a cold and a warm start by phase, and what each recorded size takes",
+}
+
+
 def tables(rows: Sequence[Row], profiles: dict[str, dict]) -> str:
-    """All tables as Markdown."""
+    """All tables as Markdown, and the pictures beside the page."""
     if not rows:
         return "No run is saved."
     asked = [row for row in rows if row.verdict]
@@ -49,6 +60,8 @@ def tables(rows: Sequence[Row], profiles: dict[str, dict]) -> str:
         for name, value in sorted(profiles.items(), key=lambda item: sort_key(item[0]))
         if "kernels" in value
     ]
+    images = [name for name in PICTURES if (PAGE.parent / "images" / name).exists()]
+    parts += [f"![{PICTURES[name]}](images/{name})" for name in images]
     return "\n\n".join(parts)
 
 
@@ -97,20 +110,40 @@ def with_tables(page: str, text: str) -> str:
     return f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
 
 
+def with_values(page: str, rows: Sequence[Row]) -> str:
+    """The page with every marked value replaced. Raises KeyError for a row that no run has saved."""
+    by_name = {row.name: row for row in rows}
+
+    def value(match: re.Match[str]) -> str:
+        row = by_name[match[1]]
+        shown = f"{row.value:.2f}" if row.value < 10 else f"{row.value:,.0f}"
+        return f"<!-- h200: {row.name} -->{shown} {row.unit}<!-- /h200 -->"
+
+    return VALUE.sub(value, page)
+
+
 def main() -> None:
     """Parse the command line; write, or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail when the page would change")
+    parser.add_argument("--check", action="store_true", help="fail when a page would change")
     parser.add_argument("--from", dest="source", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--readme", type=Path, default=README)
     args = parser.parse_args()
     profile_path = args.source / "h200_profile.json"
     profiles = json.loads(profile_path.read_text()) if profile_path.exists() else {}
-    old = args.page.read_text()
-    new = with_tables(old, tables(load_rows(args.source / "h200.json"), profiles))
+    rows = load_rows(args.source / "h200.json")
+    old = {path: path.read_text() for path in (args.page, args.readme)}
+    new = {
+        args.page: with_tables(old[args.page], tables(rows, profiles)),
+        args.readme: with_values(old[args.readme], rows),
+    }
+    changed = [path for path in new if new[path] != old[path]]
     if args.check:
-        sys.exit(0 if new == old else f"{args.page} disagrees with {args.source}: run benchmarks/performance_page.py")
-    args.page.write_text(new)
+        names = ", ".join(str(path) for path in changed)
+        sys.exit(f"{names} disagrees with {args.source}: run benchmarks/performance_page.py" if changed else 0)
+    for path in changed:
+        path.write_text(new[path])
 
 
 if __name__ == "__main__":

@@ -46,10 +46,14 @@ def test_a_changed_figure_is_noticed_and_written(tmp_path: Path) -> None:
     _invented_run(tmp_path)
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nlast week\n{END}\nafter\n")
+    readme = tmp_path / "readme.md"
+    readme.write_text("A step takes <!-- h200: decode/8B/batch1 -->4.20 ms<!-- /h200 -->.\n")
     command = [sys.executable, "benchmarks/performance_page.py", "--from", str(tmp_path), "--page", str(page)]
+    command += ["--readme", str(readme)]
     for arguments, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
         done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
+    assert readme.read_text() == "A step takes <!-- h200: decode/8B/batch1 -->3.95 ms<!-- /h200 -->.\n"
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "last week" not in text
     assert "| decode/8B/batch1 | 3.95 ms | 0.5 | 13% | 4.93 | 3.95 | 3.65 | pass |" in text

@@ -18,15 +18,17 @@ class EngineMetrics:
         self._steps = Counter(
             "graphrunner_steps", "Steps, by runner, key and miss reason", ["runner", "key", "miss"], registry=registry
         )
-        self._step_ms = Histogram(
-            "graphrunner_step_milliseconds",
+        self._step_s = Histogram(
+            "graphrunner_step_seconds",
             "Wall time of a step",
             ["runner"],
-            buckets=(0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000),
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
             registry=registry,
         )
         self._tokens = Counter("graphrunner_tokens", "Tokens computed", registry=registry)
         self._padding = Counter("graphrunner_padding_tokens", "Tokens computed for nobody", registry=registry)
+        self._drafts = Counter("graphrunner_draft_tokens", "Draft tokens verified", registry=registry)
+        self._accepted = Counter("graphrunner_draft_tokens_accepted", "Draft tokens that stand", registry=registry)
         self._first_token_s = Histogram(
             "graphrunner_time_to_first_token_seconds",
             "From admission to the first token",
@@ -61,9 +63,11 @@ class EngineMetrics:
         # Eager keys are exact sizes: one label for all of them keeps the number of series bounded.
         key = str(record.key) if record.is_graph else "exact"
         self._steps.labels(record.runner, key, miss).inc()
-        self._step_ms.labels(record.runner).observe(record.duration_ms)
+        self._step_s.labels(record.runner).observe(record.duration_ms / 1e3)
         self._tokens.inc(record.num_tokens)
         self._padding.inc(record.num_padding_tokens)
+        self._drafts.inc(record.num_drafts)
+        self._accepted.inc(record.num_accepted)
 
     def add_first_token(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count a sequence whose first token came, `waited_s` after it was admitted."""

@@ -34,6 +34,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 )
 """Names that users of other engines know."""
 
+SPECULATIVE_SHORT: Mapping[str, str] = MappingProxyType(
+    {"speculative": "method", "num_speculative_tokens": "num_speculative_tokens", "speculative_model": "model"}
+)
+"""Options that stand for one entry of `speculative_config`."""
+
 ACCEPTED_WHEN_DEFAULT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "tensor_parallel_size": (1,),
@@ -64,13 +69,27 @@ def engine_config_from_options(options: Mapping[str, object]) -> EngineConfig:
             raise ConfigError(name, options[name], f"only {allowed[0]!r} is supported")
     sections = {name: _section(section, given) for name, section in SECTIONS.items()}
     top: dict[str, object] = {"num_threads": given.pop("num_threads")} if "num_threads" in given else {}
-    speculative = given.pop("speculative_config", None)
+    speculative = _speculative(given)
     if speculative is not None:
-        top["speculative"] = SpeculativeConfig.from_mapping(speculative)  # type: ignore[arg-type]
+        top["speculative"] = SpeculativeConfig.from_mapping(speculative)
     if given:
         name = next(iter(given))
         raise ConfigError(name, given[name], f"unknown option{_closest(name)}")
     return EngineConfig(**sections, **top)  # type: ignore[arg-type]
+
+
+def _speculative(given: dict[str, object]) -> Mapping[str, object] | None:
+    """What stands in `speculative_config`, and over it what the short names say; None when nothing was said."""
+    whole = given.pop("speculative_config", None)
+    short = {name: given.pop(key) for key, name in SPECULATIVE_SHORT.items() if given.get(key) is not None}
+    if whole is None:
+        if short and "method" not in short:
+            key = next(key for key, name in SPECULATIVE_SHORT.items() if name in short)
+            raise ConfigError(key, short[SPECULATIVE_SHORT[key]], "needs a method: speculative='ngram', for one")
+        return short or None
+    if not isinstance(whole, Mapping):
+        raise ConfigError("speculative_config", whole, "must be a mapping, as {'method': 'ngram'}")
+    return {**whole, **short}
 
 
 def _section(section: type, given: dict[str, object]) -> object:

@@ -47,8 +47,6 @@ class SpeculativeConfig:
     @classmethod
     def from_mapping(cls, given: Mapping[str, object]) -> "SpeculativeConfig":
         """From `speculative_config={...}`. Raises ConfigError, which names the field."""
-        if not isinstance(given, Mapping):
-            raise ConfigError("speculative_config", given, "must be a mapping, as {'method': 'ngram'}")
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in known:

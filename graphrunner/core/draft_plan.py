@@ -23,7 +23,13 @@ class DraftPlan:
 
 
 class DraftPlanner(Protocol):
-    """Decides how many drafts each row verifies."""
+    """Decides how many drafts each row verifies.
+
+    Attributes:
+        num_lookahead: positions, from a row's newest token on, at which a proposer writes KV of its own.
+    """
+
+    num_lookahead: int
 
     def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
         """The next step's drafts; None when no row has any worth verifying.

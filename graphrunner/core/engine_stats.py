@@ -19,6 +19,8 @@ class EngineStats:
         num_graphs, graph_memory_bytes: recorded shapes, and what they hold on the device.
         num_preemptions: requests that gave their pages back so far.
         graph_coverage: share of the last steps that replayed a graph, 0 to 1.
+        draft_acceptance: share of the last steps' draft tokens that stand, 0 to 1; None when none was verified.
+        mean_accepted_length: draft tokens that stand, by request and round; None likewise.
     """
 
     steps: tuple[StepRecord, ...] = ()
@@ -29,6 +31,8 @@ class EngineStats:
     num_cached_pages: int = 0
     tokens_per_s: float = 0.0
     graph_coverage: float = 0.0
+    draft_acceptance: float | None = None
+    mean_accepted_length: float | None = None
     num_preemptions: int = 0
     num_output_tokens: int = 0
     num_graphs: int = 0

@@ -101,7 +101,8 @@ class StepRecord:
     """One line of the engine's own account: which graph ran, and why not.
 
     Attributes:
-        num_drafts, num_accepted: of a VERIFY step, draft tokens computed and those among them that stand.
+        num_drafts: of a VERIFY step, draft tokens verified.
+        accepted_lengths: of a VERIFY step, for each request with drafts how many of them stand.
     """
 
     step_id: int
@@ -116,7 +117,12 @@ class StepRecord:
     duration_ms: float
     request_ids: tuple[str, ...] = ()
     num_drafts: int = 0
-    num_accepted: int = 0
+    accepted_lengths: tuple[int, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that stand; the tokens that the target adds are not counted."""
+        return sum(self.accepted_lengths)
 
     @property
     def num_padding_tokens(self) -> int:

@@ -193,6 +193,7 @@ class _Parts:
                 runner_context=replace(context, kv_layers=layers[num_own:]),
                 target_kv_layers=context.kv_layers,
                 sampling_rows=sampler.rows,
+                pick=sampler.sample_in_graph,
                 account=account,
                 new_backend=self._uniform_backend,
                 sizes=sizes,

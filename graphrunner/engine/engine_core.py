@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -95,14 +95,13 @@ class EngineCore:
         if scheduled.mode is ForwardMode.VERIFY:
             blocks = cast("BlockHandle", result.tokens).wait_blocks()
             updates = self.scheduler.update_accepted(scheduled, blocks)
-            num_accepted = sum(map(len, blocks)) - len(blocks)
+            rounds = zip(scheduled.rows, scheduled.num_draft_tokens, blocks, strict=True)
+            verified = [Verified(row, count, len(block) - 1) for row, count, block in rounds if count]
         else:
             updates = self.scheduler.update(scheduled, cast("TokenHandle", result.tokens).wait())
-            blocks, num_accepted = [], 0
-        record = _record(pending, num_accepted)
+            verified = []
+        record = _record(pending, verified)
         if self._speculation is not None:
-            rounds = zip(scheduled.rows, scheduled.num_draft_tokens, blocks, strict=True) if blocks else ()
-            verified = [Verified(row, count, len(block) - 1) for row, count, block in rounds if count]
             self._speculation.resolved(scheduled, verified, record.duration_ms)
         self._on_step(record)
         return [_output(update, result, index) for index, update in enumerate(updates) if update is not None]
@@ -145,7 +144,7 @@ def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) ->
     )
 
 
-def _record(pending: PendingStep, num_accepted: int) -> StepRecord:
+def _record(pending: PendingStep, verified: Sequence[Verified]) -> StepRecord:
     scheduled, result = pending.scheduled, pending.result
     return StepRecord(
         step_id=scheduled.step_id,
@@ -160,5 +159,5 @@ def _record(pending: PendingStep, num_accepted: int) -> StepRecord:
         duration_ms=(time.perf_counter() - pending.start_s) * 1e3,
         request_ids=scheduled.request_ids,
         num_drafts=sum(scheduled.num_draft_tokens),
-        num_accepted=num_accepted,
+        accepted_lengths=tuple(row.num_accepted for row in verified),
     )

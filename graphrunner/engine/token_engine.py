@@ -171,6 +171,9 @@ class TokenEngine:
         queue = self.core.scheduler.stats()
         num_graph = sum(step.is_graph for step in steps)
         graphs = self.core.model_runner.graph_report().keys
+        num_drafts = sum(step.num_drafts for step in steps)
+        num_accepted = sum(step.num_accepted for step in steps)
+        num_rounds = sum(len(step.accepted_lengths) for step in steps)
         return EngineStats(
             steps=tuple(steps),
             num_running=queue.num_running,
@@ -179,6 +182,8 @@ class TokenEngine:
             num_pages=queue.num_used_pages + queue.num_free_pages + queue.num_evictable_pages,
             tokens_per_s=_tokens_per_s(steps),
             graph_coverage=num_graph / len(steps) if steps else 0.0,
+            draft_acceptance=num_accepted / num_drafts if num_drafts else None,
+            mean_accepted_length=num_accepted / num_rounds if num_rounds else None,
             num_preemptions=queue.num_preemptions,
             num_cached_pages=queue.num_evictable_pages,
             num_output_tokens=self._num_output_tokens,

@@ -7,7 +7,7 @@ line of code gives another graph, so a stale artefact cannot be found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.execution.backend import Forward
 
-_FIELDS = ("logits", "token_ids", "hidden_states")
+_FIELDS = tuple(field.name for field in fields(ModelOutput))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,16 @@ def trace_forward(forward: Forward) -> TracedForward:
 
     Kernels that are not torch operators (a raw Triton launch) run, but are not traced.
     """
-    fields: list[str] = []
+    names: list[str] = []
 
     def flat() -> list[Tensor]:
         output = forward()
-        fields[:] = [name for name in _FIELDS if getattr(output, name) is not None]
-        return [getattr(output, name) for name in fields]
+        names[:] = [name for name in _FIELDS if getattr(output, name) is not None]
+        return [getattr(output, name) for name in names]
 
     module = make_fx(flat, tracing_mode="real")()
     graph, inputs = _lift(module)
-    return TracedForward(GraphModule(torch.nn.Module(), graph), inputs, tuple(fields))
+    return TracedForward(GraphModule(torch.nn.Module(), graph), inputs, tuple(names))
 
 
 def _lift(module: GraphModule) -> tuple[Graph, tuple[Tensor, ...]]:

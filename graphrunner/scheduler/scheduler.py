@@ -170,6 +170,7 @@ class Scheduler:
             self._end_unfittable()
             return None
         drafts = None if chunks else self._plan_drafts(decode.requests)
+        self._reserve_lookahead(decode.requests, drafts, chunks)
         cached_lens = []
         for request in decode.requests:
             cached_lens.append(request.cached_len)
@@ -316,6 +317,21 @@ class Scheduler:
             for request, count, useful in zip(requests, plan.num_drafts, num_useful, strict=True)
         )
         return replace(plan, num_drafts=num_drafts) if any(num_drafts) else None
+
+    def _reserve_lookahead(
+        self, requests: Sequence[Request], drafts: DraftPlan | None, chunks: Sequence[PromptChunk]
+    ) -> None:
+        """Have pages, where there are any, for what a proposer writes ahead of the rows that get a token."""
+        num_ahead = self._draft_planner.num_lookahead if self._draft_planner is not None else 0
+        if num_ahead == 0:
+            return
+        counts = drafts.num_drafts if drafts is not None else (0,) * len(requests)
+        for request, count in zip(requests, counts, strict=True):
+            self._running.reserve(request, min(1 + count + num_ahead, request.final_len - request.cached_len))
+        for chunk in chunks:
+            if chunk.ends_prompt:  # its tokens are counted already
+                request = chunk.request
+                self._running.reserve(request, min(num_ahead, request.final_len - request.cached_len))
 
     def _requeue_preempted(self) -> None:
         for request in self._running.preempted:

@@ -31,6 +31,7 @@ import torch
 
 from graphrunner.core.forward_batch import ForwardBatch, KVLayer
 from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
+from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.kvcache.pool import KVSpec
 from graphrunner.models.registry import LanguageModel
@@ -41,6 +42,11 @@ from graphrunner.sampling.rows import SamplingRows
 from graphrunner.weights.source import ModelSource
 
 NO_KV = KVSpec(())
+
+PickTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardVariant], torch.Tensor]
+"""(logits float [R, V], request_rows int32 [R], positions int32 [R] of the picked tokens, variant) -> int32 [R].
+
+The variant is GREEDY or SAMPLE. In graph: yes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,8 @@ class ProposerContext:
             page ids, same page table, one allocation. Use `dataclasses.replace` for another `forward` or `tail`.
         target_kv_layers: the target's pages, for proposers that read them.
         sampling_rows: per-row temperature, filters and seeds, device.
+        pick: picks drafts as the target picks tokens, with the noise that belongs to the row and the position: random
+            drafts then agree with the target about as often as the two distributions overlap. See `PickTokens`.
         account: where captured keys and replays of the proposer's runners are counted.
         new_backend: makes an execution backend for one more runner; None where graphs are off: run eagerly.
         sizes: batch sizes to capture, as the decode runner's.
@@ -95,6 +103,7 @@ class ProposerContext:
     runner_context: RunnerContext
     target_kv_layers: tuple[KVLayer, ...]
     sampling_rows: SamplingRows
+    pick: PickTokens
     account: GraphAccount
     new_backend: Callable[[], ExecutionBackend | None]
     sizes: tuple[int, ...]
@@ -154,7 +163,8 @@ class Proposer(ABC):
     Attributes:
         name: as in metrics and tables.
         needs: what the target must hand out in every step.
-        kv_spec: KV layers of its own; they live in the target's pool, under the same page ids.
+        kv_spec: KV layers of its own; they live in the target's pool, under the same page ids. The scheduler has pages
+            ready for the k positions from the newest token on, where there are pages to be had.
     """
 
     name: str
@@ -201,6 +211,7 @@ class DeviceProposer(Proposer):
         """fp32 [num_rows, max_drafts, vocab_size], device, at a fixed address: what each draft was drawn from, by row.
 
         None (also for greedy drafts): a draft stands when it is the token that the target's own noise picks, so that
-        random requests get the very tokens they would get without speculation.
+        random requests get the very tokens they would get without speculation. With probabilities, drafts are accepted
+        by rejection sampling, and must have been drawn with noise of their own, not with `ProposerContext.pick`.
         """
         return None

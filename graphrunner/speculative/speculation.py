@@ -34,11 +34,15 @@ class Speculation:
         proposer: bound.
         controller: chooses widths.
         max_drafts: the engine's own `num_speculative_tokens`.
+
+    Attributes:
+        num_lookahead: see `DraftPlanner`.
     """
 
     def __init__(self, proposer: Proposer, controller: DraftController, max_drafts: int) -> None:
         self.proposer = proposer
         self.controller = controller
+        self.num_lookahead = max_drafts if proposer.kv_spec.layers else 0
         self._max_drafts = max_drafts
         self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for the next step
         self._num_proposed = 0  # how many it was asked for in the last step

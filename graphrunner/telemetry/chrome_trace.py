@@ -77,6 +77,8 @@ def _step_event(record: StepRecord, track: int) -> Event:
             "request_ids": list(record.request_ids),
             "tokens": record.num_tokens,
             "padding": record.num_padding_tokens,
+            "drafts": record.num_drafts,
+            "accepted": record.num_accepted,
             "graph": record.is_graph,
             "miss": str(record.miss_reason) if record.miss_reason else "",
         },

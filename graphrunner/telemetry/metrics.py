@@ -43,6 +43,14 @@ class EngineMetrics:
             "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
         )
         self._finished = Counter("graphrunner_requests_finished", "Ended sequences", ["reason"], registry=registry)
+        self._drafts = Counter("graphrunner_draft_tokens", "Draft tokens verified", registry=registry)
+        self._accepted = Counter("graphrunner_draft_tokens_accepted", "Draft tokens that stand", registry=registry)
+        self._accepted_lengths = Histogram(
+            "graphrunner_draft_accepted_length",
+            "Draft tokens that stand, by request and round",
+            buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16),
+            registry=registry,
+        )
         self._num_preemptions_seen = 0
         self._preemptions = Counter("graphrunner_preemptions", "Requests that lost their pages", registry=registry)
         self._running = Gauge("graphrunner_requests_running", "Requests with pages", registry=registry)
@@ -68,6 +76,11 @@ class EngineMetrics:
         self._padding.inc(record.num_padding_tokens)
         self._drafts.inc(record.num_drafts)
         self._accepted.inc(record.num_accepted)
+        if record.num_drafts:
+            self._drafts.inc(record.num_drafts)
+            self._accepted.inc(record.num_accepted)
+            for length in record.accepted_lengths:
+                self._accepted_lengths.observe(length)
 
     def add_first_token(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count a sequence whose first token came, `waited_s` after it was admitted."""

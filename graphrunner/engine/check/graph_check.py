@@ -7,7 +7,7 @@ same noise to both runs, and what stays in the pages is what the replay wrote.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.sampling.sampled_tokens import SampledTokens
 from graphrunner.telemetry import ranges
+
+OUTPUT_NAMES = tuple(field.name for field in fields(ModelOutput))
 
 Pick = Callable[[Tensor, Tensor, Tensor, ForwardVariant], Tensor]
 """(logits, request_rows, seq_lens, variant) -> token ids; a pure function of device state."""
@@ -137,7 +139,7 @@ class GraphCheck:
 
     def _check_intact(self, evidence: Evidence, output: ModelOutput) -> None:
         assert evidence.replayed is not None
-        for name in ("logits", "token_ids", "hidden_states"):
+        for name in OUTPUT_NAMES:
             kept, now = getattr(evidence.replayed, name), getattr(output, name)
             if kept is not None and not is_bit_equal(kept, now):
                 detail = "its memory changed after the replay, before the step had used it"
@@ -157,10 +159,7 @@ def can_be_checked(batch: ScheduledBatch) -> bool:
 
 def copy_of(output: ModelOutput) -> ModelOutput:
     """The same values in memory of their own."""
-    copies = {
-        name: None if (tensor := getattr(output, name)) is None else tensor.clone()
-        for name in ("logits", "token_ids", "hidden_states")
-    }
+    copies = {name: None if (tensor := getattr(output, name)) is None else tensor.clone() for name in OUTPUT_NAMES}
     return replace(output, **copies)
 
 

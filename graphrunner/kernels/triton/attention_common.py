@@ -27,6 +27,7 @@ class DecodeMetadata:
         request_rows: int32 [R], device; row of each request in the page table.
         page_table: int32 [num_rows, max_pages], device.
         tree_mask: uint8 [R, W, W], device; [r, i, j] != 0 lets query i see this step's token j. None is causal.
+        query_start_loc: None, or int32 [R + 1], device, of a mixed step: only its requests of one token are attended.
     """
 
     positions: Tensor
@@ -35,10 +36,13 @@ class DecodeMetadata:
     request_rows: Tensor
     page_table: Tensor
     tree_mask: Tensor | None = None
+    query_start_loc: Tensor | None = None
 
     @property
     def query_width(self) -> int:
-        """Query tokens of each request."""
+        """Query tokens of each request that is attended."""
+        if self.query_start_loc is not None:
+            return 1
         return self.positions.shape[0] // self.seq_lens.shape[0]
 
 

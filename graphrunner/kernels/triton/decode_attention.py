@@ -8,7 +8,7 @@ shared out at run time whatever its length.
 Twin: reference.rope_store_attention. Source: split-KV decoding as in Flash-Decoding (Dao et al. 2023).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from graphrunner.kernels.triton.attention_common import (
     LOG2_E,
     AttentionLayer,
     DecodeMetadata,
+    ExtendMetadata,
     check_cache,
     load_rotated,
     masked_scores,
@@ -44,7 +45,7 @@ class DecodeAttentionConfig:
 
 @triton.jit
 def _new_tokens(
-    qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_norm_ptr, cos_ptr, sin_ptr, request, hk,
+    qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_norm_ptr, cos_ptr, sin_ptr, first_token, hk,
     eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, NEW: tl.constexpr, HAS_K_NORM: tl.constexpr, IS_FP8: tl.constexpr,
     dtype: tl.constexpr,
@@ -53,7 +54,7 @@ def _new_tokens(
     j = tl.arange(0, NEW)
     d = tl.arange(0, DP)
     is_new = j < WIDTH
-    token = request * WIDTH + j
+    token = first_token + j
     position = tl.load(positions_ptr + token, mask=is_new, other=0)
     slot = tl.load(slot_mapping_ptr + token, mask=is_new, other=0)
     row = token.to(tl.int64) * ((HQ + 2 * HK) * D)
@@ -92,16 +93,25 @@ def _new_tokens_visible(
 @triton.jit(do_not_specialize=["T", "max_pages", "SPLITS"])
 def _decode_attention_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, slot_mapping_ptr,
-    positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, tree_mask_ptr, out_ptr, lse_ptr, max_pages, T,
+    positions_ptr, query_start_loc_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, tree_mask_ptr, out_ptr, lse_ptr,
+    max_pages, T,
     scale_log2, eps, soft_cap, v_scale, inverse_k_scale, inverse_v_scale, window, SPLITS,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, NEW: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, PAGE: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_TREE: tl.constexpr, IS_FP8: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HAS_TREE: tl.constexpr, IS_FP8: tl.constexpr, IS_MIXED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     hk = tl.program_id(1)
     request = tl.program_id(2)
+    first_token = request * WIDTH
+    if IS_MIXED:
+        first_token = tl.load(query_start_loc_ptr + request)
+        if tl.load(query_start_loc_ptr + request + 1) != first_token + 1:
+            # A prompt's chunk, or padding. It waits all the same: who waits for this kernel counts on all before it.
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            return
     GROUP: tl.constexpr = HQ // HK
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     table_row_ptr = page_table_ptr + tl.load(request_rows_ptr + request).to(tl.int64) * max_pages
@@ -132,7 +142,7 @@ def _decode_attention_kernel(
         k = tl.load(k_cache_ptr + offsets, mask=is_real, other=0.0)
         v = tl.load(v_cache_ptr + offsets, mask=is_real, other=0.0)
         if t == start:
-            token = request * WIDTH + w
+            token = first_token + w
             position = tl.load(positions_ptr + token, mask=is_row, other=0)
             if PDL:
                 tl.extra.cuda.gdc_wait()
@@ -144,7 +154,7 @@ def _decode_attention_kernel(
             if split == SPLITS - 1:
                 k_new, v_new = _new_tokens(
                     qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-                    request, hk, eps, inverse_k_scale, inverse_v_scale, HQ, HK, D, DP, HALF, WIDTH, NEW, HAS_K_NORM,
+                    first_token, hk, eps, inverse_k_scale, inverse_v_scale, HQ, HK, D, DP, HALF, WIDTH, NEW, HAS_K_NORM,
                     IS_FP8, dtype,
                 )  # fmt: skip
                 sees_new = _new_tokens_visible(tree_mask_ptr, request, w, window, WIDTH, NEW, HAS_TREE, HAS_WINDOW)
@@ -157,7 +167,7 @@ def _decode_attention_kernel(
         scores = tl.dot(q, tl.trans(k.to(dtype)), input_precision="ieee")
         scores = masked_scores(scores, is_visible, scale_log2, soft_cap, HAS_CAP)
         m, total, acc = softmax_step(scores, is_visible, v.to(dtype), m, total, acc)
-    row = (split * T + request * WIDTH + w).to(tl.int64) * HQ + hk * GROUP + r % GROUP
+    row = (split * T + first_token + w).to(tl.int64) * HQ + hk * GROUP + r % GROUP
     result = acc * (v_scale / tl.maximum(total, 1.0e-30))[:, None]
     tl.store(
         out_ptr + row[:, None] * D + d[None, :], result.to(out_ptr.dtype.element_ty),
@@ -237,6 +247,7 @@ def _flags(layer: AttentionLayer, metadata: DecodeMetadata, k_cache: Tensor) -> 
         "HAS_CAP": layer.soft_cap > 0.0,
         "HAS_TREE": metadata.tree_mask is not None,
         "IS_FP8": k_cache.dtype.itemsize == 1,
+        "IS_MIXED": metadata.query_start_loc is not None,
     }
 
 
@@ -285,6 +296,31 @@ def decode_attention(
     return out
 
 
+def attend_single_tokens(
+    qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, metadata: ExtendMetadata, out: Tensor
+) -> None:
+    """Normalise, rotate, store and attend those requests of a mixed step that have one token.
+
+    Args:
+        qkv: float [T, (Hq + 2 Hk) * D], contiguous, device; as the projection made it.
+        layer: what the layer computes.
+        k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
+        metadata: the step.
+        out: [T, Hq * D], dtype of qkv; rows of those requests are written.
+
+    In graph: yes. Sync: none.
+    """
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_requests = metadata.seq_lens.shape[0]
+    singles = DecodeMetadata(
+        metadata.positions, metadata.slot_mapping, metadata.seq_lens, metadata.request_rows, metadata.page_table,
+        query_start_loc=metadata.query_start_loc,
+    )  # fmt: skip
+    config = select_decode_config(num_requests, num_kv_heads, head_dim, qkv.device, qkv.dtype)
+    config = replace(config, num_splits=1)  # a prompt's chunk beside them keeps the card busy
+    prepare_decode_attention(qkv, layer, (k_cache, v_cache), singles, config, qkv.device, (out, out)).run()
+
+
 def prepare_decode_attention(
     qkv: Tensor,
     layer: AttentionLayer,
@@ -311,7 +347,8 @@ def prepare_decode_attention(
     pdl = runtime.use_dependent_launch(device)
     operands = (
         qkv, k_cache, v_cache, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.slot_mapping,
-        metadata.positions, *(_or(table, qkv) for table in tables), *outputs, metadata.page_table.shape[1],
+        metadata.positions, _or(metadata.query_start_loc, metadata.seq_lens),
+        *(_or(table, qkv) for table in tables), *outputs, metadata.page_table.shape[1],
         qkv.shape[0], layer.scale * LOG2_E * layer.k_scale, layer.norm_eps, layer.soft_cap, layer.v_scale,
         1.0 / layer.k_scale, 1.0 / layer.v_scale, layer.sliding_window, config.num_splits,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Attention of any mix of prompt chunks and decode rows: rope and KV store over tokens, then a flash pass.
+"""Attention of any mix of prompt chunks and decode rows: the decode kernel for requests of one token, then rope and KV
+store over tokens and a flash pass for the rest.
 
 The grid depends only on the padded counts of a graph key: at most T / tile + R tiles of queries; each program finds
 its request in query_start_loc itself, so no tile map is prepared by the host.
@@ -21,6 +22,7 @@ from graphrunner.kernels.triton.attention_common import (
     softmax_step,
     to_cache,
 )
+from graphrunner.kernels.triton.decode_attention import attend_single_tokens
 
 
 @triton.jit
@@ -62,13 +64,16 @@ def _rope_store_kernel(
 
 
 @triton.jit
-def _find_tile(query_start_loc_ptr, R, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The request and the first query (counted in the request) of a tile; request R for a tile past the last."""
+def _find_tile(query_start_loc_ptr, R, tile, least_len, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The request and the first query (counted in the request) of a tile; request R for a tile past the last.
+
+    Requests of fewer than least_len tokens have no tile.
+    """
     i = tl.arange(0, BLOCK_R)
     is_real = i < R
     start = tl.load(query_start_loc_ptr + i, mask=is_real, other=0)
     stop = tl.load(query_start_loc_ptr + i + 1, mask=is_real, other=0)
-    num_tiles = tl.where(is_real, (stop - start + TOKENS - 1) // TOKENS, 0)
+    num_tiles = tl.where(is_real & (stop - start >= least_len), (stop - start + TOKENS - 1) // TOKENS, 0)
     ends = tl.cumsum(num_tiles, 0)
     request = tl.sum(tl.where(is_real & (ends <= tile), 1, 0), 0)
     before = tl.sum(tl.where(i < request, num_tiles, 0), 0)
@@ -114,7 +119,7 @@ def _attend_tiles(
 @triton.jit
 def _extend_attention_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, query_start_loc_ptr, out_ptr,
-    max_pages, R, scale_log2, soft_cap, v_scale, window, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    max_pages, R, least_len, scale_log2, soft_cap, v_scale, window, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, GP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +130,7 @@ def _extend_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Long tiles first: the last tiles of a prompt see the most keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    request, first_query = _find_tile(query_start_loc_ptr, R, tile, TOKENS, BLOCK_R)
+    request, first_query = _find_tile(query_start_loc_ptr, R, tile, least_len, TOKENS, BLOCK_R)
     if request < R:
         query_start = tl.load(query_start_loc_ptr + request)
         query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
@@ -216,6 +221,9 @@ def extend_attention(
     out = qkv.new_zeros(num_tokens, num_q_heads * head_dim)
     if num_tokens == 0:
         return out
+    has_singles = num_requests > 1
+    if has_singles:
+        attend_single_tokens(qkv, layer, k_cache, v_cache, metadata, out)
     rope_store(qkv, layer, k_cache, v_cache, metadata)
     padded_group = triton.next_power_of_2(num_q_heads // num_kv_heads)
     padded_dim = triton.next_power_of_2(head_dim)
@@ -227,7 +235,8 @@ def extend_attention(
     _extend_attention_kernel[grid](
         qkv, k_cache, v_cache, metadata.page_table, metadata.request_rows, metadata.seq_lens,
         metadata.query_start_loc, out, metadata.page_table.shape[1], num_requests,
-        layer.scale * LOG2_E * layer.k_scale, layer.soft_cap, layer.v_scale, layer.sliding_window, HQ=num_q_heads,
+        2 if has_singles else 1, layer.scale * LOG2_E * layer.k_scale, layer.soft_cap, layer.v_scale,
+        layer.sliding_window, HQ=num_q_heads,
         HK=num_kv_heads, D=head_dim, DP=padded_dim, GP=padded_group, TOKENS=tokens_per_tile,
         BLOCK_N=64 if is_small else 32, BLOCK_R=triton.next_power_of_2(num_requests), PAGE=page_size,
         HAS_WINDOW=layer.sliding_window > 0, HAS_CAP=layer.soft_cap > 0.0, STAGES=3 if is_small else 2, PDL=pdl,

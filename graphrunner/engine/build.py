@@ -62,6 +62,9 @@ from graphrunner.weights.source import ModelSource, load_model_config
 _MAX_COMPILED_CPU_SIZE = 8
 """Largest batch compiled by default on a CPU, where each size costs seconds; larger batches say NUM_REQS and run."""
 
+_CUDA_TOKEN_BUDGET = 8192
+"""Tokens a step at most, by default: a prompt's products are then large enough for the card's full rate."""
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -80,7 +83,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         torch.set_num_threads(_num_physical_cores())
     source = source_of(config.load)
     model_config = load_model_config(source)
-    limits = _limits(config.scheduler, model_config)
+    limits = _limits(config.scheduler, model_config, device)
     if config.speculative is not None and limits.overlap:
         raise ConfigError("overlap", limits.overlap, "must be off with speculative_config: drafts follow known tokens")
     # Padding of a verify step stands at positions past the context limit.
@@ -252,7 +255,7 @@ class _Parts:
             return 0
         config, limits = self.model_config, self.limits
         widest = max(config.intermediate_size * 3, config.hidden_size * 8)
-        activations = limits.max_num_batched_tokens * widest * 2 * 4
+        activations = limits.token_budget * widest * 2 * 4
         logits = limits.max_num_seqs * config.vocab_size * 4 * 4
         return activations + logits + (1 << 30)
 
@@ -302,7 +305,7 @@ class _Parts:
             backend = None  # a replay on the CPU calls the same operators, so padding a prompt would only cost
         if backend is None or graph.capture is CapturePolicy.OFF:
             return eager
-        limit = limits.max_num_batched_tokens
+        limit = limits.token_budget
         sizes = user_sizes(graph.prefill_sizes, limit) if graph.prefill_sizes else default_prefill_sizes(limit)
         is_lazy = graph.capture is CapturePolicy.LAZY
         if graph.prefill_graph is GraphBackend.INDUCTOR:
@@ -378,8 +381,10 @@ def _num_physical_cores() -> int:
     return psutil.cpu_count(logical=False) or 1
 
 
-def _limits(given: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:
-    """The scheduler's section with the context limit of the model put in."""
+def _limits(given: SchedulerConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:
+    """The scheduler's section with the context limit of the model and the device's token budget put in."""
+    if given.max_num_batched_tokens is None and device.type == "cuda":
+        given = replace(given, max_num_batched_tokens=_CUDA_TOKEN_BUDGET)
     if given.max_model_len > model.max_position:
         if given.max_model_len == SchedulerConfig().max_model_len:
             return replace(given, max_model_len=model.max_position)

@@ -9,6 +9,7 @@ from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.scheduled_batch import ScheduledBatch
 
 MAX_DECODE_SIZE = 512
+MAX_PREFILL_SIZE = 2048
 MAX_PADDING_FACTOR = 2
 
 
@@ -20,10 +21,14 @@ def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SI
 
 
 def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Token counts, finer when small; the budget itself is always among them."""
-    sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), max_num_tokens}
-    sizes |= set(range(1280, max_num_tokens + 1, 256))
-    return tuple(sorted(size for size in sizes if size <= max_num_tokens))
+    """Token counts, finer when small; the budget itself is among them up to MAX_PREFILL_SIZE.
+
+    In larger steps the device is busy for longer than the host needs to launch them one kernel at a time.
+    """
+    top = min(max_num_tokens, MAX_PREFILL_SIZE)
+    sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), top}
+    sizes |= set(range(1280, top + 1, 256))
+    return tuple(sorted(size for size in sizes if size <= top))
 
 
 def user_sizes(sizes: Sequence[int], limit: int) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ class Scheduler:
     """Owns every request from `add` to its end. The fairness policy is stated in `policy`.
 
     Args:
-        config: `max_num_seqs`, `max_num_batched_tokens`, `max_queue_len` are used here.
+        config: `max_num_seqs`, `token_budget`, `max_queue_len` are used here.
         allocator: the pool.
         prefix_cache: over the same allocator; `NoPrefixCache` for none.
         page_size: tokens a page.
@@ -107,7 +107,7 @@ class Scheduler:
         max_pages_per_row: int,
         draft_planner: DraftPlanner | None = None,
     ) -> None:
-        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._token_budget = config.token_budget
         self._max_queue_len = config.max_queue_len
         self._max_model_len = max_model_len
         self._pool_len = min(allocator.capacity, max_pages_per_row) * page_size
@@ -120,7 +120,7 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         # A decode row takes a token of every step. With no more requests than tokens, all of them go on in each step
         # and one token at least is left for whoever still computes its prompt.
-        max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        max_num_running = min(config.max_num_seqs, config.token_budget)
         self._planner = PromptPlanner(self._queue, self._running, max_num_running)
         self._draft_planner = draft_planner
         self._num_arrivals = 0
@@ -165,7 +165,7 @@ class Scheduler:
         chunks: list[PromptChunk] = []
         if self._queue or running.prefilling:
             oldest = self._launched[0].step_id if self._launched else self._num_steps
-            chunks = self._planner.plan(self._max_num_batched_tokens - len(decode.rows), self._num_steps, oldest)
+            chunks = self._planner.plan(self._token_budget - len(decode.rows), self._num_steps, oldest)
         if not decode.rows and not chunks:
             self._end_unfittable()
             return None

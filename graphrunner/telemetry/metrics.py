@@ -43,8 +43,6 @@ class EngineMetrics:
             "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
         )
         self._finished = Counter("graphrunner_requests_finished", "Ended sequences", ["reason"], registry=registry)
-        self._drafts = Counter("graphrunner_draft_tokens", "Draft tokens verified", registry=registry)
-        self._accepted = Counter("graphrunner_draft_tokens_accepted", "Draft tokens that stand", registry=registry)
         self._accepted_lengths = Histogram(
             "graphrunner_draft_accepted_length",
             "Draft tokens that stand, by request and round",
@@ -76,11 +74,8 @@ class EngineMetrics:
         self._padding.inc(record.num_padding_tokens)
         self._drafts.inc(record.num_drafts)
         self._accepted.inc(record.num_accepted)
-        if record.num_drafts:
-            self._drafts.inc(record.num_drafts)
-            self._accepted.inc(record.num_accepted)
-            for length in record.accepted_lengths:
-                self._accepted_lengths.observe(length)
+        for length in record.accepted_lengths:
+            self._accepted_lengths.observe(length)
 
     def add_first_token(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count a sequence whose first token came, `waited_s` after it was admitted."""

@@ -17,8 +17,7 @@ from graphrunner.layers.block import BlockBuilder, rotary_tables
 from graphrunner.layers.embedding import Embedding, LMHead
 from graphrunner.layers.loading import WeightSlot, fill_slots, prefixed
 from graphrunner.layers.norm import RMSNorm
-from graphrunner.layers.options import LayerOptions
-from graphrunner.models.options import ModelOptions
+from graphrunner.models.options import ModelOptions, layer_options_of
 
 
 class DecoderLayer(nn.Module):
@@ -62,13 +61,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.options = options
         self.kv_spec = KVSpec((KVLayerSpec(config.num_kv_heads, config.head_dim),) * config.num_layers)
-        layer_options = LayerOptions(
-            options.dtype,
-            options.weight_dtype or options.dtype,
-            options.device,
-            options.quantization,
-            options.int8_group_size,
-        )
+        layer_options = layer_options_of(options)
         tables = rotary_tables(config, options.num_positions or config.max_position, options.device)
         self.embed_tokens = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale, layer_options

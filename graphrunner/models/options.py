@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrunner.config.quantization import Quantization
-from graphrunner.layers.options import CPU
+from graphrunner.layers.options import CPU, LayerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +32,14 @@ class ModelOptions:
     quantization: Quantization = Quantization.NONE
     int8_group_size: int = 0
     trust_remote_code: bool = False
+
+
+def layer_options_of(options: ModelOptions) -> LayerOptions:
+    """The part of a model's options that its layers read."""
+    return LayerOptions(
+        options.dtype,
+        options.weight_dtype or options.dtype,
+        options.device,
+        options.quantization,
+        options.int8_group_size,
+    )

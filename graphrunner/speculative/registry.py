@@ -13,6 +13,9 @@ from graphrunner.speculative.proposer import Proposer, Target
 PROPOSERS: Mapping[str, str] = MappingProxyType(
     {
         "ngram": "graphrunner.speculative.ngram",
+        "eagle": "graphrunner.speculative.eagle",
+        "mtp": "graphrunner.speculative.mtp",
+        "frozen_kv_mtp": "graphrunner.speculative.frozen_kv_mtp",
     }
 )
 """Method to the module with `create_proposer(config: SpeculativeConfig, target: Target) -> Proposer`."""

@@ -1,0 +1,274 @@
+"""What draft runners share: rows in, everything else from the request table and from what the target left behind.
+
+A draft runner takes one step's worth of drafts for the rows of a batch. Its recording reads row numbers that the host
+loads, and device tensors of the round that `take` methods copy in; positions, slots and lengths it derives itself,
+after the target's step has moved the rows on.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from graphrunner.attention.backend import GraphSupport
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.scheduled_batch import SamplingNeed, ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
+from graphrunner.execution.backend import ExecutionBackend
+from graphrunner.runner.base_graph_runner import BaseGraphRunner
+from graphrunner.runner.base_runner import LoadedBatch
+from graphrunner.runner.capture_sizes import bucket_for
+from graphrunner.runner.gather_rows import make_derived, slots_of
+from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.static_buffers import DECODE_BUFFERS, StaticBuffers
+
+DRAFT_VARIANTS = (ForwardVariant.GREEDY, ForwardVariant.SAMPLE)
+
+
+class BaseDraftRunner(BaseGraphRunner):
+    """Sizes count requests; `num_tokens / num_reqs` of a key is the batch's query length, one of `widths`.
+
+    Args:
+        context: of the proposer: its own KV layers.
+        widths: query lengths to record, rising.
+        width_inside: tokens a request in the recording's own views, when that is not the batch's query length.
+        name: in records and metrics.
+
+    Attributes:
+        max_reqs: most requests of a step, recorded or not.
+    """
+
+    modes = frozenset({ForwardMode.DECODE, ForwardMode.VERIFY})
+    needed_support = GraphSupport.UNIFORM
+
+    def __init__(
+        self,
+        context: RunnerContext,
+        backend: ExecutionBackend,
+        account: GraphAccount,
+        sizes: Sequence[int],
+        *,
+        widths: Sequence[int],
+        width_inside: int | None = None,
+        name: str,
+        is_lazy: bool = False,
+        is_poisoning: bool = False,
+    ) -> None:
+        super().__init__(context, backend, account, sizes, is_lazy=is_lazy, is_poisoning=is_poisoning)
+        self.name = name
+        self.widths = tuple(widths)
+        self._width_inside = width_inside
+        self.max_reqs = max(self.sizes[-1], context.table.max_num_seqs)
+        self._max_width = width_inside or self.widths[-1]
+        device = context.device
+        self._keys = {
+            (size, width, variant): ShapeKey(size * width, size, variant)
+            for size in self.sizes
+            for width in self.widths
+            for variant in DRAFT_VARIANTS
+        }
+        self.buffers = StaticBuffers(
+            self.max_reqs, self.max_reqs, device, context.attention.pad_seq_len, specs=DECODE_BUFFERS
+        )
+        self.derived = make_derived(self.max_reqs * self._max_width, self.max_reqs, device)
+        self._last_tokens = torch.zeros(self.max_reqs, dtype=torch.int64, device=device)
+        self._starts = torch.arange(self.max_reqs + 1, dtype=torch.int32, device=device)
+        account.limits(name, f"largest captured size {self.sizes[-1]}, recorded widths {self.widths}")
+
+    @abstractmethod
+    def poison_inputs(self, value: int) -> None:
+        """Overwrite what `take` fills."""
+
+    def all_keys(self) -> Iterable[ShapeKey]:
+        """Every size in every width and variant."""
+        return self._keys.values()
+
+    def shape_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """See `BaseGraphRunner.shape_miss_reason`."""
+        width = batch.max_query_len
+        if batch.num_tokens != batch.num_reqs * width or width not in self.widths:
+            return GraphMiss(GraphMissReason.QUERY_LEN, width, self.widths[-1])
+        if batch.num_reqs > self.sizes[-1]:
+            return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self.sizes[-1])
+        return None
+
+    def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
+        """Write the row numbers. See `BaseRunner.load_batch`."""
+        key = self._make_graph_key(batch)
+        assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
+        self._load_rows(batch, key)
+        return self._loaded(key, batch)
+
+    def run(self, batch: ScheduledBatch) -> ModelOutput:
+        """Replay, or call the same closure over the exact shape where no recording serves. Sync: none."""
+        miss = self.graph_miss_reason(batch)
+        if miss is None:
+            return self.execute(self.load_batch(batch))
+        assert batch.num_reqs <= self.max_reqs, f"{batch.num_reqs} requests, the table holds {self.max_reqs}"
+        self.account.missed(self.name, miss)
+        key = ShapeKey(batch.num_tokens, batch.num_reqs, variant_of(batch))
+        self._load_rows(batch, key)
+        return self.forward_over(self._views_of(key), key.variant)
+
+    def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
+        """Views of one shape, all rows the dummy row."""
+        self.poison(0)
+        return self._views_of(key)
+
+    def poison(self, value: int) -> None:
+        """See `BaseGraphRunner.poison`."""
+        self.buffers.poison(value)
+        derived = self.derived
+        for tensor in (derived.input_ids, derived.positions, derived.slot_mapping, derived.seq_lens):
+            tensor.fill_(value)
+        self._last_tokens.fill_(value)
+        self.poison_inputs(value)
+
+    def place_tokens(self, views: ForwardBatch, first_positions: torch.Tensor) -> None:
+        """Derive positions, slots and lengths of a uniform step that starts at `first_positions`. In graph.
+
+        Args:
+            first_positions: int [R], at least 0.
+        """
+        num_reqs, width = views.num_reqs, views.num_tokens // views.num_reqs
+        offsets = torch.arange(width, device=first_positions.device)
+        views.positions.copy_((first_positions.unsqueeze(1) + offsets).flatten())
+        views.seq_lens.copy_(first_positions + width)
+        token_rows = views.request_rows.repeat_interleave(width, output_size=num_reqs * width)
+        slots = slots_of(self.context.table, token_rows, views.positions, self.context.page_size)
+        views.slot_mapping.copy_(slots)
+
+    def store_drafts(self, request_rows: torch.Tensor, drafts: Sequence[torch.Tensor]) -> None:
+        """Leave the drafts of each row in the request table; nothing stands after them. In graph.
+
+        Args:
+            request_rows: int32 [R]; drafts: int32 [R] each, in order.
+        """
+        table = self.context.table.draft_tokens
+        made = torch.full((request_rows.shape[0], table.shape[1]), -1, dtype=torch.int32, device=table.device)
+        is_real = request_rows > 0
+        for place, tokens in enumerate(drafts[: table.shape[1]]):
+            made[:, place] = torch.where(is_real, tokens.to(torch.int32), -1)
+        table.index_copy_(0, request_rows.long(), made)
+
+    def _views_of(self, key: ShapeKey) -> ForwardBatch:
+        num_reqs, context = key.num_reqs, self.context
+        width = self._width_inside or key.num_tokens // num_reqs
+        num_tokens, derived = num_reqs * width, self.derived
+        views = ForwardBatch(
+            mode=ForwardMode.DECODE if width == 1 else ForwardMode.VERIFY,
+            input_ids=derived.input_ids[:num_tokens],
+            positions=derived.positions[:num_tokens],
+            slot_mapping=derived.slot_mapping[:num_tokens],
+            request_rows=self.buffers.view("request_rows", num_reqs, num_reqs),
+            seq_lens=derived.seq_lens[:num_reqs],
+            query_start_loc=self._starts[: num_reqs + 1] * width,
+            page_table=context.table.page_table,
+            logits_indices=self._last_tokens[:num_reqs],
+            kv_layers=context.kv_layers,
+            attention=context.attention,
+            attention_metadata=None,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            max_query_len=width,
+            max_seq_len=context.max_seq_len,
+        )
+        return with_metadata(views)
+
+    def _load_rows(self, batch: ScheduledBatch, key: ShapeKey) -> None:
+        columns = {"request_rows": np.asarray(batch.rows, np.int32)}
+        self.buffers.load(columns, batch.num_reqs, key.num_reqs, key.num_reqs)
+
+    def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
+        size = bucket_for(batch.num_reqs, self.sizes)
+        return None if size is None else self._keys[size, batch.max_query_len, variant_of(batch)]
+
+
+class RoundInputs:
+    """What an extend reads of the target's step, at fixed addresses.
+
+    Args:
+        max_reqs, max_width: the largest round.
+        hidden_size: numbers a token.
+        max_token_id: the vocabulary's last.
+
+    Attributes:
+        token_ids: int32 [max_reqs * max_width]; num_new: int32 [max_reqs]; hidden: [max_reqs * max_width, hidden_size].
+    """
+
+    def __init__(
+        self,
+        max_reqs: int,
+        max_width: int,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_token_id: int,
+    ) -> None:
+        self.token_ids = torch.zeros(max_reqs * max_width, dtype=torch.int32, device=device)
+        self.num_new = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.hidden = torch.zeros(max_reqs * max_width, hidden_size, dtype=dtype, device=device)
+        self._max_token_id = max_token_id
+
+    def take(self, token_ids: torch.Tensor, num_new: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Copy a round in: int32 [R, W], int32 [R], [R * W, hidden_size]. Sync: none."""
+        self.token_ids[: token_ids.numel()].copy_(token_ids.reshape(-1))
+        self.num_new[: num_new.shape[0]].copy_(num_new)
+        self.hidden[: hidden.shape[0]].copy_(hidden)
+
+    def poison(self, value: int) -> None:
+        """Overwrite everything; the floats with NaN."""
+        self.token_ids.fill_(value)
+        self.num_new.fill_(value)
+        self.hidden.fill_(float("nan"))
+
+    def counts(self, request_rows: torch.Tensor, width: int) -> torch.Tensor:
+        """How many tokens each row got, int32 [R]: 1 to width, 1 for padding. In graph."""
+        counts = self.num_new[: request_rows.shape[0]].clamp(1, width)
+        return torch.where(request_rows > 0, counts, 1)
+
+    def next_ids(self, num_tokens: int) -> torch.Tensor:
+        """The token after each of the step's tokens, int32 [T]; a valid id also where there is none. In graph."""
+        return self.token_ids[:num_tokens].clamp(0, self._max_token_id)
+
+
+def first_positions(table_lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Where a round's tokens began, int32 [R]: the rows have moved on by `counts` since. In graph."""
+    return (table_lengths - counts).clamp(min=0)
+
+
+def draft_batch(batch: ScheduledBatch) -> ScheduledBatch:
+    """The rows of a step as the decode batch that comes after it: all of a uniform one, else those that got a token."""
+    if batch.mode is ForwardMode.DECODE:
+        return batch
+    is_uniform = batch.mode is ForwardMode.VERIFY
+    chosen = [index for index, samples in enumerate(batch.samples) if samples or is_uniform]
+    return replace(
+        batch,
+        mode=ForwardMode.DECODE,
+        request_ids=tuple(batch.request_ids[i] for i in chosen),
+        rows=tuple(batch.rows[i] for i in chosen),
+        cached_lens=tuple(batch.cached_lens[i] + batch.query_lens[i] - 1 for i in chosen),
+        query_lens=(1,) * len(chosen),
+        input_ids=(),
+        samples=(True,) * len(chosen),
+        needs_all_logits=False,
+        row_inits=(),
+        page_appends=(),
+        num_draft_tokens=(),
+        draft_token_ids=(),
+    )
+
+
+def variant_of(batch: ScheduledBatch) -> ForwardVariant:
+    """Drafts of greedy requests are argmaxes; others follow the noise of their request."""
+    return ForwardVariant.GREEDY if batch.sampling_need is SamplingNeed.GREEDY else ForwardVariant.SAMPLE

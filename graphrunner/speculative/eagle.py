@@ -1,0 +1,141 @@
+"""EAGLE: a draft layer on the target's hidden states. An extend takes each step in, a loop drafts on from there.
+
+Source: Li et al., EAGLE, 2024; Li et al., EAGLE-3, 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from graphrunner.config.speculative_config import SpeculativeConfig
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.scheduled_batch import RowInit
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.models.eagle import EagleDraft, load_eagle
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs, draft_batch, variant_of
+from graphrunner.runner.base_graph_runner import BaseGraphRunner
+from graphrunner.runner.eagle_draft_cuda_graph_runner import EagleDraftCudaGraphRunner
+from graphrunner.runner.eagle_draft_extend_cuda_graph_runner import EagleDraftExtendCudaGraphRunner
+from graphrunner.runner.eagle_state import EagleState
+from graphrunner.speculative.draft_controller import widths_for
+from graphrunner.speculative.draft_pick import pick_drafts
+from graphrunner.speculative.draft_runners import RunnerParts
+from graphrunner.speculative.prompt_round import PromptRound, PromptTokens
+from graphrunner.speculative.proposer import DeviceProposer, DraftRound, ProposerContext, Target, TargetNeeds
+from graphrunner.speculative.shipped_drafts import draft_path, native_target
+
+
+def create_proposer(config: SpeculativeConfig, target: Target) -> EagleProposer:
+    """See `registry.PROPOSERS`."""
+    draft = load_eagle(draft_path(config, target), native_target(config, target))
+    return EagleProposer(draft, widths_for(config.num_speculative_tokens, is_adaptive=config.adaptive))
+
+
+class EagleProposer(DeviceProposer):
+    """Two recordings a round.
+
+    Args:
+        draft: loaded.
+        widths: query lengths of verify steps; each has its own number of drafts.
+    """
+
+    name = "eagle"
+
+    def __init__(self, draft: EagleDraft, widths: Sequence[int]) -> None:
+        self.needs = TargetNeeds(hidden_states=not draft.is_eagle3, aux_layers=draft.aux_layers)
+        self.kv_spec = draft.kv_spec
+        self.draft = draft
+        self._widths = tuple(widths)
+        self._known = PromptTokens()
+
+    def bind(self, context: ProposerContext) -> None:
+        """See `Proposer.bind`."""
+        target, self._context = self.draft.target, context
+        parts = RunnerParts(context)
+        width = self.draft.config.hidden_size
+        self._state = EagleState(parts.max_reqs, width, target.options.dtype, target.options.device)
+        num_taps = len(self.draft.aux_layers) or 1
+        self._inputs = RoundInputs(
+            parts.max_reqs,
+            self._widths[-1],
+            hidden_size=num_taps * target.config.hidden_size,
+            dtype=target.options.dtype,
+            device=target.options.device,
+            max_token_id=target.config.vocab_size - 1,
+        )
+        self._extend_runner = EagleDraftExtendCudaGraphRunner(
+            *parts.of_runner(),
+            extend=self._extend,
+            inputs=self._inputs,
+            state=self._state,
+            widths=(1, *self._widths),
+            is_lazy=context.is_lazy,
+        )
+        self._loops = {
+            verify_width - 1: EagleDraftCudaGraphRunner(
+                *parts.of_runner(),
+                step=self._step,
+                state=self._state,
+                num_drafts=verify_width - 1,
+                name=f"eagle_draft_{verify_width - 1}",
+                is_lazy=context.is_lazy,
+            )
+            for verify_width in self._widths
+        }
+        self._is_recorded = parts.is_recorded
+
+    def runners(self) -> Sequence[BaseGraphRunner]:
+        """See `Proposer.runners`."""
+        return (self._extend_runner, *self._loops.values()) if self._is_recorded else ()
+
+    def take_rows(self, row_inits: Sequence[RowInit]) -> None:
+        """See `Proposer.take_rows`."""
+        self._known.take_rows(row_inits)
+
+    def propose(self, round_: DraftRound) -> None:
+        """See `DeviceProposer.propose`."""
+        batch = round_.batch
+        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY):
+            hidden = round_.aux_hidden_states if self.draft.is_eagle3 else round_.hidden_states
+            assert hidden is not None, "the target was asked for its hidden states"
+            self._inputs.take(round_.token_ids, round_.num_new, hidden)
+            self._extend_runner.run(batch)
+        else:
+            self._take_prompts(round_)
+        if round_.num_drafts and any(batch.samples):
+            self._loop(round_.num_drafts).run(draft_batch(batch))
+
+    def _loop(self, num_drafts: int) -> BaseDraftRunner:
+        return next(runner for count, runner in self._loops.items() if count >= num_drafts)
+
+    def _take_prompts(self, round_: DraftRound) -> None:
+        prompts = PromptRound(round_, self._known, self._context.runner_context.kv_layers)
+        states = round_.aux_hidden_states if self.draft.is_eagle3 else round_.hidden_states
+        hidden = self.draft(self.draft.fuse(prompts.hidden(states)), prompts.batch)
+        if prompts.chosen:
+            rows = hidden.index_select(0, prompts.chosen_last)
+            positions = prompts.batch.positions.index_select(0, prompts.chosen_last)
+            drafts = self._picked(rows, prompts.request_rows, positions, variant_of(round_.batch))
+            self._state.store(rows, drafts)
+
+    def _extend(self, batch: ForwardBatch, hidden: Tensor, variant: ForwardVariant) -> tuple[Tensor, Tensor]:
+        rows = self.draft(self.draft.fuse(hidden), batch).index_select(0, batch.logits_indices)
+        positions = batch.positions.index_select(0, batch.logits_indices)
+        return rows, self._picked(rows, batch.request_rows, positions, variant)
+
+    def _step(self, batch: ForwardBatch, hidden: Tensor, variant: ForwardVariant) -> tuple[Tensor, Tensor]:
+        rows = self.draft(hidden, batch)
+        return rows, self._picked(rows, batch.request_rows, batch.positions, variant)
+
+    def _picked(self, rows: Tensor, request_rows: Tensor, positions: Tensor, variant: ForwardVariant) -> Tensor:
+        """What the draft says after reading position t and the token after it stands at t + 2."""
+        return pick_drafts(
+            self.draft.head,
+            rows,
+            rows=self._context.sampling_rows,
+            request_rows=request_rows,
+            positions=positions + 2,
+            variant=variant,
+        )

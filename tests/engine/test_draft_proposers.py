@@ -1,0 +1,180 @@
+"""Drafts on hidden states: whatever they propose, the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import draft_making
+import pytest
+import torch
+from engine_driver import VOCAB_SIZE, generate, greedy, pool_check, prompts_of, tokens
+
+from graphrunner import LLM, SamplingParams
+from graphrunner.core.errors import ConfigError
+
+Make = Callable[[Path], Path]
+DRAFTS: dict[str, tuple[str, int, Make]] = {
+    "eagle3": ("eagle", 4, draft_making.eagle3),
+    "eagle3-layers0": ("eagle", 3, lambda folder: draft_making.eagle3(folder, prefix="layers.0.")),
+    "eagle1": ("eagle", 4, draft_making.eagle1),
+    "mtp-deepseek": ("mtp", 2, draft_making.mtp),
+    "mtp-mimo": ("mtp", 3, lambda folder: draft_making.mtp(folder, "MiMo", num_heads=3)),
+    "mtp-qwen": ("mtp", 1, lambda folder: draft_making.mtp(folder, "Qwen", num_heads=1)),
+    "frozen": ("frozen_kv_mtp", 3, draft_making.frozen_kv),
+}
+RIGHT = [name for name in DRAFTS if not name.startswith("eagle3")]
+
+
+def _save_target(folder: Path, strength: float) -> Path:
+    """A target whose blocks add `strength` times the usual; at nearly 0 the next token follows from the last alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB_SIZE, max_position_embeddings=256, tie_word_embeddings=False,
+        initializer_range=0.5, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(strength)
+            layer.mlp.down_proj.weight.mul_(strength)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("targets")
+    strengths = {"simplest": 0.0, "simple": 0.001, "rich": 1.0}
+    return {name: _save_target(root / name, strength) for name, strength in strengths.items()}
+
+
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("drafts")
+    return {name: make(root / name) for name, (_, _, make) in DRAFTS.items()}
+
+
+@pytest.fixture
+def engines(targets: dict[str, Path], drafts: dict[str, Path]) -> Iterator[Callable[..., LLM]]:
+    made: list[LLM] = []
+
+    def make(target: str, draft: str | None = None, speculative: dict[str, object] | None = None, **options) -> LLM:
+        base = {"max_model_len": 64, "max_num_seqs": 8, "num_pages": 200, "skip_tokenizer_init": True, "num_threads": 1}
+        if draft is not None:
+            method, count, _ = DRAFTS[draft]
+            config = {"method": method, "num_speculative_tokens": count, "model": str(drafts[draft])}
+            base["speculative_config"] = config | {"adaptive": False} | (speculative or {})
+        made.append(LLM(str(targets[target]), **(base | options)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def plain(targets: dict[str, Path]) -> Callable[[str, list[list[int]], int], list[list[int]]]:
+    """Greedy tokens without speculation, graphs or a prefix cache, one prompt at a time."""
+    known: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+    engines = {
+        name: LLM(
+            str(path), max_model_len=128, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False,
+            skip_tokenizer_init=True, num_pages=64, num_threads=1,
+        )
+        for name, path in targets.items()
+    }  # fmt: skip
+
+    def run(target: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        for prompt in prompts:
+            key = (target, tuple(prompt), num_tokens)
+            if key not in known:
+                known[key] = generate(engines[target], [prompt], greedy(num_tokens))[0]
+        return [known[target, tuple(prompt), num_tokens] for prompt in prompts]
+
+    return run
+
+
+def rounds_of(llm: LLM) -> int:
+    return sum(step.mode.value == "verify" for step in llm.steps)
+
+
+@pytest.mark.parametrize("target", ["simple", "rich"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_same_tokens_as_plain(engines, plain, target: str, draft: str) -> None:
+    llm = engines(target, draft, decode_sizes=[1, 2, 4])
+    prompts = prompts_of([9, 17, 5, 33, 16])
+    assert generate(llm, prompts, greedy(24)) == plain(target, prompts, 24)
+    assert rounds_of(llm)
+    pool_check(llm)
+
+
+@pytest.mark.parametrize("draft", RIGHT)
+def test_right_drafts_are_all_accepted(engines, plain, draft: str) -> None:
+    """Every layout is read as its family means it: one tensor in the wrong place and nothing would be right."""
+    llm = engines("simplest", draft)
+    num_tokens = 1 + 4 * (DRAFTS[draft][1] + 1)
+    prompt = prompts_of([9])
+    assert generate(llm, prompt, greedy(num_tokens)) == plain("simplest", prompt, num_tokens)
+    assert rounds_of(llm) == 4
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "mtp-deepseek", "frozen"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 8},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 3},
+        {"num_pages": 9},
+        {"decode_graph": "off"},
+        {"decode_graph": "full", "decode_sizes": [2, 4]},
+        {"decode_graph": "breakable", "decode_sizes": [2, 4]},
+        {"capture": "lazy"},
+    ],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
+)
+def test_same_tokens_whatever_runs_them(engines, plain, draft: str, options: dict[str, object]) -> None:
+    """Chunks, few pages, few rows, every kind of recording."""
+    llm = engines("simple", draft, **options)
+    prompts = prompts_of([9, 33, 17, 20])
+    for _ in range(2):  # the second time prefixes are there
+        assert generate(llm, prompts, greedy(20)) == plain("simple", prompts, 20)
+    pool_check(llm)
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "mtp-mimo", "frozen"])
+def test_context_limit_and_short_outputs(engines, plain, draft: str) -> None:
+    llm = engines("simple", draft)
+    for length in (57, 58, 59, 60, 61, 62, 63):
+        prompt = prompts_of([length], seed=length)
+        got = generate(llm, prompt, greedy(50))[0]
+        assert got == plain("simple", prompt, 64 - length)[0]
+    prompts = prompts_of([7] * 8, seed=2)
+    params = [greedy(count) for count in range(1, 9)]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    whole = plain("simple", prompts, 8)
+    assert [tokens(one) for one in outputs] == [whole[index][: index + 1] for index in range(8)]
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "eagle3", "mtp-deepseek", "frozen"])
+def test_random_requests_get_the_tokens_of_their_seed(engines, draft: str) -> None:
+    """A draft is kept when the target's own noise picks it, so speculation changes nothing for a seed either."""
+    params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=16, seed=5, ignore_eos=True, detokenize=False)
+    prompts = prompts_of([9, 17, 12])
+    expected = generate(engines("simplest"), prompts, params)
+    llm = engines("simplest", draft)
+    assert generate(llm, prompts, params) == expected
+    if draft == "mtp-deepseek":
+        assert rounds_of(llm) == 5, "the same distribution and the same noise: all stand"
+
+
+def test_what_cannot_work_is_refused(engines) -> None:
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=3.*at most 2"):
+        engines("simple", "mtp-deepseek", {"num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match=r"model=None.*none is shipped for method eagle"):
+        engines("simple", "eagle1", {"model": None})
+    with pytest.raises(ConfigError, match="only native models hand out"):
+        engines("simple", "eagle1", model_impl="transformers")

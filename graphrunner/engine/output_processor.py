@@ -18,10 +18,13 @@ from graphrunner.core.outputs import (
 from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.engine.sequence_ids import sequence_ids
+from graphrunner.telemetry.log import get_logger
 from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.tokenizer.detokenizer import IncrementalDetokenizer
 from graphrunner.tokenizer.stop import StopMatcher
 from graphrunner.tokenizer.tokenizer import Tokenizer
+
+log = get_logger(__name__)
 
 
 class RequestOutputKind(Enum):
@@ -50,8 +53,7 @@ class _Sequence:
     min_tokens: int = 0
     last_token_s: float = 0.0
     is_finished: bool = False
-    num_sent_tokens: int = 0
-    num_sent_chars: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class OutputProcessor:
     def __init__(self, metrics: EngineMetrics | None = None) -> None:
         self._metrics = metrics
         self._states: dict[str, _State] = {}
-        self._parents: dict[str, tuple[_State, int]] = {}
+        self._parents: dict[str, tuple[_State, _Sequence]] = {}
 
     def add_request(
         self,
@@ -104,8 +106,8 @@ class OutputProcessor:
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = [None] * len(prompt_token_ids)
         self._states[request_id] = state
-        for index, child_id in enumerate(sequence_ids(request_id, params.n)):
-            self._parents[child_id] = (state, index)
+        for sequence_id, sequence in zip(sequence_ids(request_id, params.n), sequences, strict=True):
+            self._parents[sequence_id] = (state, sequence)
 
     def remove_request(self, request_id: str) -> list[str]:
         """Forget a request; the ids of its sequences, empty when it was not live."""
@@ -119,30 +121,42 @@ class OutputProcessor:
 
     def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
         """Take in what a step added. Outputs of requests that are gone are dropped."""
-        touched: dict[str, _State] = {}
+        touched: dict[str, tuple[_State, list[_Sequence]]] = {}
         to_finish: list[str] = []
+        now_s = time.perf_counter()
         for output in outputs:
-            if output.request_id not in self._parents:
+            found = self._parents.get(output.request_id)
+            if found is None:
                 continue
-            state, index = self._parents[output.request_id]
-            sequence = state.sequences[index]
+            state, sequence = found
             if sequence.is_finished:
                 continue
-            num_before = len(sequence.completion.token_ids)
+            num_before = sequence.num_tokens
             if self._take(state, sequence, output):
                 to_finish.append(output.request_id)
             if sequence.is_finished:
                 state.num_unfinished -= 1
             if self._metrics is not None:
-                _measure(self._metrics, sequence, num_before, output, len(state.prompt_token_ids))
-            touched[state.request_id] = state
-        made = [self._output_of(state) for state in touched.values() if self._is_shown(state)]
-        for state in touched.values():
+                _measure(self._metrics, sequence, num_before, output, len(state.prompt_token_ids), now_s)
+            touched.setdefault(state.request_id, (state, []))[1].append(sequence)
+        made = [self._output_of(state, changed) for state, changed in touched.values() if self._is_shown(state)]
+        for state, _ in touched.values():
             if state.num_unfinished == 0:
                 self.remove_request(state.request_id)
         return ProcessedOutputs(made, to_finish)
 
     def _take(self, state: _State, sequence: _Sequence, output: EngineOutput) -> bool:
+        """Add an output to its sequence; whether the sequence ended here, unknown to the engine."""
+        try:
+            return self._add(state, sequence, output)
+        except Exception as error:  # a token that cannot be spelled is the trouble of this sequence alone
+            log.error("an output of request %s could not be read", state.request_id, exc_info=error)
+            sequence.is_finished = True
+            sequence.completion.finish_reason = FinishReason.ERROR.value
+            sequence.completion.stop_reason = f"{type(error).__name__}: {error}"
+            return output.finish_reason is None
+
+    def _add(self, state: _State, sequence: _Sequence, output: EngineOutput) -> bool:
         """Add an output to its sequence; whether a stop string ended it."""
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         state.embedding = output.embedding
@@ -175,9 +189,12 @@ class OutputProcessor:
         return state.kind is not RequestOutputKind.FINAL_ONLY or state.num_unfinished == 0
 
     @staticmethod
-    def _output_of(state: _State) -> RequestOutput:
-        made = _delta if state.kind is RequestOutputKind.DELTA else _snapshot
-        completions = [made(sequence) for sequence in state.sequences]
+    def _output_of(state: _State, changed: list[_Sequence]) -> RequestOutput:
+        """What is new of the sequences that changed, or all of every sequence."""
+        if state.kind is RequestOutputKind.DELTA:
+            completions = [_delta(sequence) for sequence in changed]
+        else:
+            completions = [_snapshot(sequence) for sequence in state.sequences]
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
@@ -219,13 +236,14 @@ def _add_token(
     """Append one token; the stop string it completed, or None."""
     completion = sequence.completion
     completion.token_ids.append(token_id)
+    sequence.num_tokens += 1
     if entry is not None and completion.logprobs is not None:
         completion.logprobs.append(_named(entry, tokenizer))
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprob
     if sequence.detokenizer is None or is_silent:
         return None
-    text = sequence.detokenizer.append([token_id])
-    if sequence.matcher is None or len(completion.token_ids) < sequence.min_tokens:
+    text = sequence.detokenizer.append_one(token_id)
+    if sequence.matcher is None or sequence.num_tokens < sequence.min_tokens:
         completion.text += text
         return None
     found = sequence.matcher.append(text)
@@ -256,20 +274,15 @@ def _snapshot(sequence: _Sequence) -> CompletionOutput:
 
 
 def _delta(sequence: _Sequence) -> CompletionOutput:
-    """The part of a completion that was not handed out yet."""
-    whole = sequence.completion
-    first_token, first_char = sequence.num_sent_tokens, sequence.num_sent_chars
-    sequence.num_sent_tokens, sequence.num_sent_chars = len(whole.token_ids), len(whole.text)
-    return CompletionOutput(
-        index=whole.index,
-        text=whole.text[first_char:],
-        token_ids=whole.token_ids[first_token:],
-        cumulative_logprob=whole.cumulative_logprob,
-        logprobs=None if whole.logprobs is None else whole.logprobs[first_token:],
-        finish_reason=whole.finish_reason,
-        stop_reason=whole.stop_reason,
-        speculation=_copied(whole.speculation),
+    """The part of a completion that was not handed out yet; what comes next begins a new part."""
+    part = sequence.completion
+    sequence.completion = CompletionOutput(
+        index=part.index,
+        cumulative_logprob=part.cumulative_logprob,
+        logprobs=None if part.logprobs is None else [],
+        speculation=_copied(part.speculation),
     )
+    return part
 
 
 def _copied(stats: SpeculationStats | None) -> SpeculationStats | None:
@@ -290,12 +303,16 @@ def _named(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logpr
 
 
 def _measure(
-    metrics: EngineMetrics, sequence: _Sequence, num_before: int, output: EngineOutput, num_prompt_tokens: int
+    metrics: EngineMetrics,
+    sequence: _Sequence,
+    num_before: int,
+    output: EngineOutput,
+    num_prompt_tokens: int,
+    now_s: float,
 ) -> None:
     """Tell the metrics what an output meant for its sequence."""
-    num_new = len(sequence.completion.token_ids) - num_before
+    num_new = sequence.num_tokens - num_before
     if num_new:
-        now_s = time.perf_counter()
         gap_s, sequence.last_token_s = now_s - sequence.last_token_s, now_s
         if num_before == 0:
             metrics.add_first_token(gap_s, num_prompt_tokens, output.num_cached_tokens)

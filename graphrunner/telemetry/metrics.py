@@ -97,6 +97,7 @@ class EngineMetrics:
             self._pages.set(stats.num_pages)
             self._graphs.set(stats.num_graphs)
             self._graph_memory.set(stats.graph_memory_bytes)
-            self._preemptions.inc(stats.num_preemptions - self._num_preemptions_seen)
+            # A new engine behind the same front counts from 0 again.
+            self._preemptions.inc(max(0, stats.num_preemptions - self._num_preemptions_seen))
             self._num_preemptions_seen = stats.num_preemptions
         return generate_latest(self.registry)

@@ -36,12 +36,23 @@ class IncrementalDetokenizer:
         self._window = None if self._pieces else _WindowDecoder(tokenizer, skip_special_tokens)
         strips = self._pieces is not None and self._pieces.strips_first_space
         self._drops_next_space = strips and not is_continuation
+        self._is_between_characters = self._pieces is not None and not self._drops_next_space
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next ids; return the text that became final, often empty."""
         if self._window is not None:
             return "".join([self._window.append(token_id) for token_id in token_ids])
-        return self._utf8.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids]))
+        text = self._utf8.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids]))
+        self._is_between_characters = not (self._utf8.getstate()[0] or self._is_after_special or self._drops_next_space)
+        return text
+
+    def append_one(self, token_id: int) -> str:
+        """The same for one id, at the least cost: most tokens are whole characters, whose text is known already."""
+        if self._is_between_characters and token_id not in self._special_ids and self._pieces is not None:
+            text = self._pieces.text_of(token_id)
+            if text is not None:
+                return text
+        return self.append((token_id,))
 
     def finish(self) -> str:
         """The rest: what an unfinished character leaves (U+FFFD). Call once, when no id will follow."""

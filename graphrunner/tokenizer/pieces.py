@@ -48,6 +48,7 @@ class PieceTable:
         self._code = code
         self.strips_first_space = strips_first_space
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one id; none for an id outside the vocabulary."""
@@ -55,6 +56,19 @@ class PieceTable:
         if known is None:
             known = self._known[token_id] = self._spell(token_id)
         return known
+
+    def text_of(self, token_id: int) -> str | None:
+        """The text of one id; None when its bytes are only part of a character."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.bytes_of(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def _spell(self, token_id: int) -> bytes:
         piece = self._fast.id_to_token(token_id) if token_id >= 0 else None

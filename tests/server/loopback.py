@@ -1,4 +1,4 @@
-"""A real server on loopback in front of a scripted engine, on a thread of its own."""
+"""A real server on loopback, on a thread; a scripted engine behind it in a core of its own, on another thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,49 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-from scripted_engine import FakeEngine
+from scripted_engine import ByteTokenizer, FakeEngine
 
+from graphrunner.entrypoints.core_process.core_loop import ServedEngine
+from graphrunner.entrypoints.core_process.core_main import run_core
+from graphrunner.entrypoints.core_process.launch import OnExit
+from graphrunner.entrypoints.core_process.messages import CoreAddresses
 from graphrunner.entrypoints.openai.async_engine import AsyncEngine
 from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
 from graphrunner.entrypoints.openai.server_options import ServerOptions
+
+
+class ThreadCore:
+    """A core on a thread in place of a process: the same loop, sockets and messages."""
+
+    def __init__(self, build: Callable[[], ServedEngine], addresses: CoreAddresses, on_exit: OnExit) -> None:
+        def run() -> None:
+            reason = run_core(build, addresses)
+            on_exit("exit code 0" if reason is None else "exit code 1")
+
+        self._thread = threading.Thread(target=run, name="core", daemon=True)
+        self._thread.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """A thread cannot be killed: one that still builds its engine is left behind."""
+        deadline_s = time.monotonic() + grace_s
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.002)
+
+
+def engine_maker(
+    build: Callable[[], ServedEngine], *, may_restart: bool = False
+) -> Callable[[Callable[[], None]], AsyncEngine]:
+    """What `ServerProcess` makes its engine with."""
+
+    def make(on_death: Callable[[], None]) -> AsyncEngine:
+        return AsyncEngine(
+            lambda addresses, on_exit: ThreadCore(build, addresses, on_exit),
+            ByteTokenizer,
+            on_death=on_death,
+            may_restart=may_restart,
+        )
+
+    return make
 
 
 @dataclass
@@ -62,10 +100,10 @@ def start_server(
 
     def built() -> FakeEngine:
         engines.append(build())
-        return engines[0]
+        return engines[-1]
 
     process = ServerProcess(
-        lambda on_death: AsyncEngine(built, on_death=on_death),
+        engine_maker(built, may_restart=options is not None and options.restart_engine),
         options or ServerOptions(port=0),
         on_listening=lambda url: (urls.append(url), listening.set()),  # type: ignore[func-returns-value]
         on_ready=ready.set,

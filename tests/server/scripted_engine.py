@@ -1,19 +1,24 @@
-"""An engine that follows a script, and a tokenizer whose tokens are bytes."""
+"""An engine core that follows a script, and a tokenizer whose tokens are bytes."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.errors import InvalidRequestError
-from graphrunner.core.outputs import CompletionOutput, Logprob, RequestOutput
+from graphrunner.core.outputs import EngineOutput, TokenLogprobs
 from graphrunner.core.pooling import Pooling
+from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
-from graphrunner.engine.output_processor import RequestOutputKind
-from graphrunner.tokenizer.stop import StopMatcher
+from graphrunner.engine.sequence_ids import sequence_ids
+from graphrunner.tokenizer.tokenizer import Tokenizer
 
 VOCAB_SIZE = 260
 EOS = 256
@@ -21,16 +26,21 @@ BOS = 257
 MAX_MODEL_LEN = 64
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Token id = byte; 256 ends a text and 257 starts one."""
 
-    eos_token_ids = (EOS,)
+    def __init__(self) -> None:
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+        fast = FastTokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([AddedToken(name, special=True) for name in ("<eos>", "<bos>")])
+        super().__init__(fast, special_ids=frozenset({EOS, BOS}), eos_token_ids=(EOS,), bos_token_id=BOS)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
     def apply_chat_template(
         self,
@@ -45,27 +55,27 @@ class ByteTokenizer:
         return [BOS, *self.encode(text)] if add_generation_prompt else self.encode(text)
 
 
-class FakeMetrics:
-    def text(self, stats: EngineStats | None = None) -> bytes:
-        return (
-            b"# HELP graphrunner_steps_total Steps\n# TYPE graphrunner_steps_total counter\ngraphrunner_steps_total 1\n"
-        )
-
-
 @dataclass
 class _Live:
     request_id: str
-    prompt: list[int]
+    prompt: tuple[int, ...]
     params: SamplingParams
     limit: int
     num_done: int = 0
-    ended: dict[int, str] = field(default_factory=dict)
-    matchers: dict[int, StopMatcher] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
     pooling: Pooling | None = None
+
+    @property
+    def text(self) -> str:
+        return bytes(i for i in self.prompt if i < 256).decode("utf-8", "replace")
+
+    @property
+    def open_ids(self) -> list[str]:
+        return [each for each in sequence_ids(self.request_id, self.params.n) if each not in self.ended]
 
 
 class FakeEngine:
-    """Says `script` to every prompt, one byte a step, then the end token; stops and limits work.
+    """Says `script` to every prompt, one byte a step, then the end token; limits work.
 
     A bias of +100 on a token makes it the only one. A prompt with "slow" in it takes 20 ms a step.
     """
@@ -76,8 +86,6 @@ class FakeEngine:
 
     def __init__(self, script: str = "Hello, world!") -> None:
         self.script = script
-        self.tokenizer = ByteTokenizer()
-        self.metrics = FakeMetrics()
         self.live: dict[str, _Live] = {}
         self.aborted: list[str] = []
         self.num_added = 0
@@ -87,80 +95,90 @@ class FakeEngine:
         self.is_closed = False
         self.short_choices: set[int] = set()  # output indices that end after one token
 
+    def prepare(self, params: SamplingParams) -> Future[object] | None:
+        return None
+
     def add_request(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        priority: int,
-        output_kind: RequestOutputKind,
+        self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, *, priority: int
     ) -> None:
-        assert output_kind is RequestOutputKind.DELTA
         assert request_id not in self.live
-        if bytes(i for i in prompt if i < 256) == b"refuse me":
+        if bytes(i for i in token_ids if i < 256) == b"refuse me":
             raise InvalidRequestError("prompt", "refuse me", "is refused")
-        room = self.max_model_len - len(prompt)
-        limit = room if sampling_params.max_tokens is None else min(room, sampling_params.max_tokens)
-        self.live[request_id] = _Live(request_id, list(prompt), sampling_params, limit)
+        room = self.max_model_len - len(token_ids)
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        self.live[request_id] = _Live(request_id, token_ids, params, limit)
         self.num_added += 1
-        self.params.append(sampling_params)
+        self.params.append(params)
         self.priorities.append(priority)
 
-    def abort_request(self, request_id: str) -> bool:
-        is_live = self.live.pop(request_id, None) is not None
-        if is_live:
-            self.aborted.append(request_id)
-        return is_live
-
-    def add_embedding_request(self, request_id: str, prompt: Sequence[int], pooling: Pooling, *, priority: int) -> None:
+    def add_embedding_request(
+        self, request_id: str, token_ids: tuple[int, ...], pooling: Pooling, *, priority: int
+    ) -> None:
         """The vector of a prompt is its length and 3 (mean) or 4 (last); that of "nothing" is lost."""
-        self.live[request_id] = _Live(request_id, list(prompt), SamplingParams(), 1, pooling=pooling)
+        self.live[request_id] = _Live(request_id, token_ids, SamplingParams(), 1, pooling=pooling)
         self.priorities.append(priority)
+
+    def finish(self, sequences: Sequence[str], reason: FinishReason) -> bool:
+        was_live = False
+        for sequence in sequences:
+            live = self.live.get(sequence.partition("#")[0])
+            if live is not None and sequence not in live.ended:
+                was_live = True
+                live.ended.add(sequence)
+                if not live.open_ids:
+                    del self.live[live.request_id]
+                    if reason is FinishReason.ABORT:
+                        self.aborted.append(live.request_id)
+        return was_live
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.live)
 
-    def stats(self) -> EngineStats:
+    def stats_since(self, step_id: int) -> EngineStats:
         return EngineStats(num_running=len(self.live))
 
     def close(self) -> None:
         self.is_closed = True
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         if self.break_next_step:
             raise RuntimeError("the device is gone: /secret/path")
-        if any("slow" in self.tokenizer.decode(live.prompt) for live in self.live.values()):
+        if any("slow" in live.text for live in self.live.values()):
             time.sleep(0.02)
-        outputs = [self._advance(live) for live in list(self.live.values())]
-        for output in outputs:
-            if output.finished:
-                del self.live[output.request_id]
+        outputs = [output for live in self.live.values() for output in self._advance(live)]
+        self.live = {name: live for name, live in self.live.items() if live.open_ids}
         return outputs
 
-    def _advance(self, live: _Live) -> RequestOutput:
+    def _advance(self, live: _Live) -> list[EngineOutput]:
         if live.pooling is not None:
-            is_lost = self.tokenizer.decode(live.prompt) == "nothing"
+            live.ended.add(live.request_id)
+            if live.text == "nothing":
+                return [EngineOutput(live.request_id, finish_reason=FinishReason.ERROR, error="lost")]
             vector = (float(len(live.prompt)), 3.0 if live.pooling is Pooling.MEAN else 4.0)
-            ended = CompletionOutput(0, finish_reason="error" if is_lost else "stop", stop_reason="lost")
-            return RequestOutput(
-                live.request_id, None, live.prompt, [ended], finished=True, embedding=None if is_lost else vector
-            )
+            return [EngineOutput(live.request_id, finish_reason=FinishReason.STOP, embedding=vector)]
         token = self._token(live)
         live.num_done += 1
-        choices = [self._choice(live, index, token) for index in range(live.params.n)]
-        prompt_logprobs = None
+        scored: tuple[TokenLogprobs, ...] | None = None
         if live.num_done == 1 and live.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *(self._logprob(each, live.params.prompt_logprobs) for each in live.prompt[1:])]
-        return RequestOutput(
-            request_id=live.request_id,
-            prompt=None,
-            prompt_token_ids=live.prompt,
-            outputs=choices,
-            finished=len(live.ended) == live.params.n,
-            num_cached_tokens=len(live.prompt) - 1,
-            prompt_logprobs=prompt_logprobs,
-        )
+            scored = tuple(self._logprob(each, live.params.prompt_logprobs) for each in live.prompt[1:])
+        outputs = []
+        for name in live.open_ids:
+            reason, stop_reason = self._reason(live, token, int(name.partition("#")[2] or 0))
+            if reason is not None:
+                live.ended.add(name)
+            outputs.append(
+                EngineOutput(
+                    name,
+                    (token,),
+                    logprobs=None if live.params.logprobs is None else (self._logprob(token, live.params.logprobs),),
+                    prompt_logprobs=scored,
+                    prompt_logprobs_start=1,
+                    finish_reason=reason,
+                    stop_reason=stop_reason,
+                    num_cached_tokens=len(live.prompt) - 1,
+                )
+            )
+        return outputs
 
     def _token(self, live: _Live) -> int:
         bias = live.params.logit_bias or {}
@@ -173,37 +191,17 @@ class FakeEngine:
             return script[live.num_done % len(script)]
         return EOS if is_over else script[live.num_done]
 
-    def _choice(self, live: _Live, index: int, token: int) -> CompletionOutput:
-        ended = live.ended.get(index)
-        if ended is not None:  # shown again, as the real engine does
-            return CompletionOutput(index=index, finish_reason=ended)
-        text = "" if token >= 256 else chr(token)
-        reason: str | None = None
-        stop_reason: int | str | None = None
-        if (token == EOS and not live.params.ignore_eos) or index in self.short_choices:
-            reason = "stop"
-        elif token in (live.params.stop_token_ids or ()):
-            reason, stop_reason, text = "stop", token, ""
-        elif live.num_done >= live.limit:
-            reason = "length"
-        if live.params.stop_strings:
-            matcher = live.matchers.setdefault(index, StopMatcher(live.params.stop_strings, False))
-            found = matcher.append(text)
-            text = found.text
-            if found.stop is not None:
-                reason, stop_reason = "stop", found.stop
-            elif reason is not None:
-                text += matcher.finish()
-        if reason is not None:
-            live.ended[index] = reason
-        logprobs = None if live.params.logprobs is None else [self._logprob(token, live.params.logprobs)]
-        return CompletionOutput(
-            index=index, text=text, token_ids=[token], logprobs=logprobs, finish_reason=reason, stop_reason=stop_reason
-        )
+    def _reason(self, live: _Live, token: int, index: int) -> tuple[FinishReason | None, int | None]:
+        if token == EOS and not live.params.ignore_eos:
+            return FinishReason.STOP, None
+        if token in (live.params.stop_token_ids or ()):
+            return FinishReason.STOP, token
+        if live.num_done >= live.limit or index in self.short_choices:
+            return FinishReason.LENGTH, None
+        return None, None
 
-    def _logprob(self, token: int, num_top: int) -> dict[int, Logprob]:
+    def _logprob(self, token: int, num_top: int) -> TokenLogprobs:
         """The token is sure; every other one has no chance at all, as under top_k 1."""
         others = [other for other in range(97, 97 + num_top + 1) if other != token][: max(num_top - 1, 0)]
-        entries = {token: Logprob(0.0, 1, chr(token) if token < 256 else "")}
-        entries |= {other: Logprob(-math.inf, 2 + rank, chr(other)) for rank, other in enumerate(others)}
-        return entries
+        top = ((token, 0.0), *((other, -math.inf) for other in others))[:num_top]
+        return TokenLogprobs(token, 0.0, 1, top)

@@ -6,7 +6,7 @@ from scripted_engine import FakeEngine
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
-from graphrunner.core.outputs import RequestOutput, StepRecord
+from graphrunner.core.outputs import EngineOutput, StepRecord
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 
 NUM_SHOWN_STEPS = 300
@@ -24,14 +24,14 @@ class SteppingEngine(FakeEngine):
         for _ in range(num_steps):
             self._record()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         self._record()
         outputs = super().step()
-        self.num_out += sum(len(each.token_ids) for output in outputs for each in output.outputs)
+        self.num_out += sum(len(output.new_token_ids) for output in outputs)
         return outputs
 
-    def stats(self) -> EngineStats:
-        steps = tuple(self.records[-NUM_SHOWN_STEPS:])
+    def stats_since(self, step_id: int) -> EngineStats:
+        steps = tuple(record for record in self.records[-NUM_SHOWN_STEPS:] if record.step_id > step_id)
         return EngineStats(
             steps=steps,
             num_running=len(self.live),

@@ -198,7 +198,7 @@ def test_tokenize(http: httpx.Client) -> None:
 def test_metrics(http: httpx.Client) -> None:
     strict(http.post("/v1/completions", json={"prompt": "a"}))
     text = http.get("/metrics").text
-    for name in ("graphrunner_steps_total", "graphrunner_http_requests_total", "graphrunner_http_time_to_first_token"):
+    for name in ("graphrunner_steps_total", "graphrunner_http_requests_total", "graphrunner_http_generation_seconds"):
         assert name in text
 
 

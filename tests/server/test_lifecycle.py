@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from loopback import RunningServer, start_server
+from loopback import RunningServer, engine_maker, start_server
 from scripted_engine import FakeEngine
 
 from graphrunner.core.errors import ConfigError, ModelLoadError
@@ -190,9 +190,8 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         port = int(server.url.rpartition(":")[2])
         import asyncio
 
-        from graphrunner.entrypoints.openai.async_engine import AsyncEngine
         from graphrunner.entrypoints.openai.serve import ServerProcess
 
-        process = ServerProcess(lambda on_death: AsyncEngine(FakeEngine, on_death=on_death), ServerOptions(port=port))
+        process = ServerProcess(engine_maker(FakeEngine), ServerOptions(port=port))
         with pytest.raises(ConfigError, match=f"port='127.0.0.1:{port}'"):
             asyncio.run(process.run())

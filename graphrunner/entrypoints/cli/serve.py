@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import typer
 
@@ -20,7 +21,9 @@ def serve(
 ) -> None:
     """Serve the OpenAI API. SIGTERM finishes what runs; Ctrl-C stops at once."""
     from graphrunner.config.options import engine_config_from_options
-    from graphrunner.entrypoints.openai.async_engine import AsyncEngine, SyncEngine
+    from graphrunner.engine.tokenizer import load_tokenizer, source_of
+    from graphrunner.entrypoints.core_process.launch import launcher
+    from graphrunner.entrypoints.openai.async_engine import AsyncEngine
     from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
     from graphrunner.entrypoints.openai.server_options import server_options_from
 
@@ -30,13 +33,16 @@ def serve(
     if options.log_requests:
         logging.getLogger("graphrunner.access").setLevel(logging.INFO)
 
-    def build() -> SyncEngine:
-        from graphrunner.engine.build import build_engine
-
-        return build_engine(config)
+    def make_engine(on_death: Callable[[], None]) -> AsyncEngine:
+        return AsyncEngine(
+            launcher(config),
+            lambda: load_tokenizer(config.load, source_of(config.load)),
+            on_death=on_death,
+            may_restart=options.restart_engine,
+        )
 
     server = ServerProcess(
-        lambda on_death: AsyncEngine(build, on_death=on_death),
+        make_engine,
         options,
         on_listening=lambda url: typer.echo(f"listening on {url}, loading the model", err=True),
         on_ready=lambda: typer.echo("ready", err=True),

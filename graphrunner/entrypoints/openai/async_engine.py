@@ -1,181 +1,88 @@
-"""A synchronous engine on a thread of its own, as an `EngineClient`.
+"""An engine core elsewhere, as an `EngineClient`: token ids go out, token ids come back, text is made here.
 
-Commands (add, abort, stop) go in through a queue; what a step produced comes out through one
-`call_soon_threadsafe` a step. Only the engine thread touches the engine; only the event loop touches the streams.
+Everything here runs on the event loop. One message a step brings all requests' tokens; it becomes text and is handed
+to the streams in the same turn of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import EmbeddingFailedError, EngineDeadError, GraphRunnerError, InvalidRequestError
-from graphrunner.core.outputs import RequestOutput
+from graphrunner.core.errors import EmbeddingFailedError, EngineDeadError
+from graphrunner.core.outputs import StepRecord
 from graphrunner.core.pooling import Pooling
+from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
-from graphrunner.engine.output_processor import RequestOutputKind
-from graphrunner.entrypoints.openai.engine_client import Health, HealthState, ServerTokenizer
+from graphrunner.engine.output_processor import OutputProcessor, RequestOutputKind
+from graphrunner.engine.sequence_ids import sequence_ids
+from graphrunner.engine.token_engine import EMBEDDING_PARAMS, NUM_SHOWN_STEPS
+from graphrunner.entrypoints.core_process.launch import LaunchCore, RunningCore
+from graphrunner.entrypoints.core_process.link import CoreLink
+from graphrunner.entrypoints.core_process.messages import Add, End, Failed, Hello, News, Ready, Report, Stop
+from graphrunner.entrypoints.openai.engine_client import Health, HealthState
+from graphrunner.entrypoints.openai.output_stream import OutputStream
 from graphrunner.telemetry.log import get_logger
+from graphrunner.telemetry.metrics import EngineMetrics
+from graphrunner.tokenizer.tokenizer import Tokenizer
 
 log = get_logger(__name__)
-STATS_INTERVAL_S = 0.1
-JOIN_TIMEOUT_S = 10.0
-
-
-class MetricsSource(Protocol):
-    """The engine's metrics. `text` may be called from any thread."""
-
-    def text(self, stats: EngineStats | None = None) -> bytes: ...
-
-
-class SyncEngine(Protocol):
-    """The engine as its thread drives it (`graphrunner.engine.llm_engine.LLMEngine`). Not thread-safe."""
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> ServerTokenizer | None: ...
-
-    @property
-    def metrics(self) -> MetricsSource: ...
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        priority: int,
-        output_kind: RequestOutputKind,
-    ) -> None: ...
-
-    def add_embedding_request(
-        self, request_id: str, prompt: Sequence[int], pooling: Pooling, *, priority: int
-    ) -> None: ...
-
-    def abort_request(self, request_id: str) -> bool: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-    def has_unfinished_requests(self) -> bool: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request_id: str
-    token_ids: Sequence[int]
-    task: SamplingParams | Pooling
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Command = _Add | _Abort | _Stop
-_Event = Callable[[], None]
-"""Something to run on the event loop."""
-
-
-class _Stream:
-    """The `OutputStream` of one request. Lives on the event loop."""
-
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
-        self.request_id = request_id
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._abort = abort
-        self._outputs: deque[RequestOutput] = deque()
-        self._error: Exception | None = None
-        self._has_ended = False  # nothing more will be put
-        self._wake = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
-        self._has_ended = self._has_ended or output.finished
-        self._wake.set()
-
-    def end(self, error: Exception | None = None) -> None:
-        self._has_ended = True
-        self._error = error
-        if not self.admitted.done() and error is not None:
-            self.admitted.set_exception(error)
-            self.admitted.exception()  # it may have no reader left; that is no news
-        self._wake.set()
-
-    def __aiter__(self) -> _Stream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            if self._has_ended:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        return self._outputs.popleft()
-
-    async def aclose(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._abort(self.request_id)
+STOP_GRACE_S = 5.0
+LAST_WORDS_S = 0.25  # a core that dies while it loads has said why; the message may still be on its way
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class AsyncEngine:
     """Implements `EngineClient`.
 
     Args:
-        build: makes the engine; called on the engine thread, so that the server can answer /health meanwhile.
-        on_death: called on the event loop when the engine stopped by itself.
+        launch: starts a core; called on the event loop.
+        load_tokenizer: the model's tokenizer, loaded on a thread while the core loads.
+        on_death: called when the engine stopped by itself and will not come back.
+        may_restart: start another core when a ready one dies.
     """
 
-    def __init__(self, build: Callable[[], SyncEngine], *, on_death: Callable[[], None] = lambda: None) -> None:
-        self._build = build
+    def __init__(
+        self,
+        launch: LaunchCore,
+        load_tokenizer: Callable[[], Tokenizer | None],
+        *,
+        on_death: Callable[[], None] = lambda: None,
+        may_restart: bool = False,
+    ) -> None:
+        self._launch = launch
+        self._load_tokenizer = load_tokenizer
         self._on_death = on_death
+        self._may_restart = may_restart
         self._health = Health(HealthState.STARTING)
-        self._engine: SyncEngine | None = None
+        self._facts: Ready | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._has_tokenizer = asyncio.Event()
+        self._is_ready = asyncio.Event()
+        self._metrics = EngineMetrics()
+        self._processor = OutputProcessor(self._metrics)
+        self._streams: dict[str, OutputStream] = {}
         self._stats = EngineStats()
-        self._streams: dict[str, _Stream] = {}
-        self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._steps: deque[StepRecord] = deque(maxlen=NUM_SHOWN_STEPS)
+        self._link: CoreLink | None = None
+        self._core: RunningCore | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self.num_aborts = 0
         """Requests that were stopped from outside before they ended."""
 
+    # -- life ---------------------------------------------------------------------------------------------------
+
     def start(self) -> None:
         """Start loading. Called once, on the event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._keep(self._read_tokenizer())
+        self._start_core()
 
     async def wait_ready(self) -> None:
         """Return when the engine takes requests. Raises EngineDeadError when it could not start."""
-        await self._ready.wait()
+        await self._is_ready.wait()
         self._check_alive()
 
     def drain(self) -> None:
@@ -184,41 +91,51 @@ class AsyncEngine:
             self._health = Health(HealthState.DRAINING)
 
     async def shutdown(self) -> None:
-        """Stop the thread and close the engine. Open streams end with an error. Idempotent."""
-        self._die("the server is shutting down", is_expected=True)
-        self._mailbox.put(_Stop())
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        """End the core. Open streams end with an error. Idempotent; returns when the core is gone."""
+        self._die(SHUTTING_DOWN, is_expected=True)
+        core, link = self._core, self._link
+        if core is not None:
+            grace_s = STOP_GRACE_S if self._tell_to_stop() else 0.0
+            await core.stop(grace_s)
+        if link is not None:
+            link.close()
+        for task in self._tasks:
+            task.cancel()
 
     @property
     def has_started(self) -> bool:
-        """Whether the engine was built, so that what ended it came later."""
-        return self._engine is not None
+        """Whether the engine was ready once, so that what ended it came later."""
+        return self._facts is not None
+
+    # -- facts --------------------------------------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
-        return self._built.model_name
+        return self._known.model_name
 
     @property
     def max_model_len(self) -> int:
-        return self._built.max_model_len
+        return self._known.max_model_len
 
     @property
     def vocab_size(self) -> int:
-        return self._built.vocab_size
+        return self._known.vocab_size
 
     @property
-    def tokenizer(self) -> ServerTokenizer | None:
-        return self._built.tokenizer
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
 
     def health(self) -> Health:
         return self._health
 
     def stats(self) -> EngineStats:
-        return self._stats
+        """As of the last report, with the last steps."""
+        return replace(self._stats, steps=tuple(self._steps))
 
     def metrics_text(self) -> bytes:
-        return b"" if self._engine is None else self._engine.metrics.text(self._stats)
+        return self._metrics.text(self._stats) if self.has_started else b""
+
+    # -- requests -----------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -226,17 +143,21 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         priority: int = 0,
-    ) -> _Stream:
+        *,
+        is_streamed: bool = True,
+    ) -> OutputStream:
         """See `EngineClient.generate`."""
-        return await self._submit(_Add(request_id, prompt_token_ids, sampling_params, priority))
+        kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
+        return await self._submit(Add(request_id, tuple(prompt_token_ids), sampling_params, priority), kind)
 
     async def embed(
         self, request_id: str, prompt_token_ids: Sequence[int], pooling: Pooling, priority: int = 0
     ) -> Sequence[float]:
         """See `EngineClient.embed`."""
-        stream = await self._submit(_Add(request_id, prompt_token_ids, pooling, priority))
+        add = Add(request_id, tuple(prompt_token_ids), pooling, priority)
+        stream = await self._submit(add, RequestOutputKind.FINAL_ONLY)
         try:
-            output = await anext(stream, None)
+            output = await stream.final()
         finally:
             await stream.aclose()
         if output is None or output.embedding is None:
@@ -244,145 +165,200 @@ class AsyncEngine:
             raise EmbeddingFailedError(f"{request_id}: {cause}")
         return output.embedding
 
-    async def _submit(self, command: _Add) -> _Stream:
-        self._check_alive()
-        request_id = command.request_id
-        assert request_id not in self._streams, f"request {request_id} is live already"
-        stream = self._streams[request_id] = _Stream(request_id, self._abort_now)
-        self._mailbox.put(command)
-        try:
-            await stream.admitted
-        except asyncio.CancelledError:
-            await stream.aclose()
-            raise
-        return stream
-
     async def abort(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._abort_now(request_id)
             stream.end()
 
-    # -- event loop ---------------------------------------------------------------------------------------------
-
-    @property
-    def _built(self) -> SyncEngine:
-        if self._engine is None:
-            raise EngineDeadError(self._health.reason or "the engine is still starting")
-        return self._engine
-
-    def _check_alive(self) -> None:
-        if self._health.state is HealthState.DEAD or self._engine is None:
-            raise EngineDeadError(self._health.reason or "the engine is still starting")
+    async def _submit(self, add: Add, kind: RequestOutputKind) -> OutputStream:
+        self._check_alive()
+        request_id = add.request_id
+        assert request_id not in self._streams, f"request {request_id} is live already"
+        params = EMBEDDING_PARAMS if isinstance(add.task, Pooling) else add.task
+        tokenizer = None if isinstance(add.task, Pooling) else self._tokenizer
+        stream = OutputStream(request_id, self._abort_now)
+        self._processor.add_request(request_id, None, list(add.token_ids), params, kind, tokenizer)
+        self._streams[request_id] = stream
+        try:
+            self._send(add)
+            await stream.admitted
+        except BaseException as error:
+            self._forget(request_id)
+            if isinstance(error, asyncio.CancelledError):
+                self._end(sequence_ids(request_id, params.n), FinishReason.ABORT)
+                self.num_aborts += 1
+            raise
+        return stream
 
     def _abort_now(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
+        if request_id in self._streams:
             self.num_aborts += 1
-            self._mailbox.put(_Abort(request_id))
+            self._end(self._forget(request_id), FinishReason.ABORT)
 
-    def _deliver(self, events: Sequence[_Event], outputs: Sequence[RequestOutput]) -> None:
-        for event in events:
-            event()
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:  # else it was aborted while the step ran
-                if output.finished:
-                    del self._streams[output.request_id]
-                stream.put(output)
+    def _forget(self, request_id: str) -> list[str]:
+        """Drop a request here; its sequences, which the core may still have."""
+        self._streams.pop(request_id, None)
+        return self._processor.remove_request(request_id)
 
-    def _admit(self, request_id: str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.admitted.done():
-            stream.admitted.set_result(None)
+    def _end(self, sequences: Sequence[str], reason: FinishReason) -> None:
+        if sequences and self._health.state is not HealthState.DEAD and self._link is not None:
+            self._send(End(tuple(sequences), reason))
 
-    def _refuse(self, request_id: str, error: Exception) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.end(error)
+    def _send(self, command: Add | End) -> None:
+        assert self._link is not None
+        try:
+            self._link.send(command)
+        except EngineDeadError as error:
+            self._core_lost(str(error))
+            raise
 
-    def _become_ready(self, engine: SyncEngine) -> None:
-        self._engine = engine
+    @property
+    def _known(self) -> Ready:
+        if self._facts is None:
+            raise EngineDeadError(self._health.reason or "the engine is still starting")
+        return self._facts
+
+    def _check_alive(self) -> None:
+        if self._health.state in (HealthState.DEAD, HealthState.STARTING):
+            raise EngineDeadError(self._health.reason or "the engine is still starting")
+
+    # -- what the core says -------------------------------------------------------------------------------------
+
+    def _heard(self, report: Report) -> None:
+        match report:
+            case News():
+                self._take_news(report)
+            case Hello():
+                assert self._link is not None
+                self._link.remove_folder()
+            case Ready():
+                self._keep(self._become_ready(report))
+            case Failed(reason=reason):
+                self._core_lost(reason)
+
+    def _take_news(self, news: News) -> None:
+        for request_id in news.admitted:
+            stream = self._streams.get(request_id)
+            if stream is not None and not stream.admitted.done():
+                stream.admitted.set_result(None)
+        for refused in news.refused:
+            stream = self._streams.get(refused.request_id)
+            if stream is not None:
+                self._forget(refused.request_id)
+                stream.end(refused.error())
+        if news.outputs:
+            processed = self._processor.process(news.outputs)
+            if processed.to_finish:
+                self._end(processed.to_finish, FinishReason.STOP)
+            for output in processed.outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is not None:  # else its reader left while the step ran
+                    if output.finished:
+                        del self._streams[output.request_id]
+                    stream.put(output)
+        if news.stats is not None:
+            for step in news.stats.steps:
+                self._steps.append(step)
+                self._metrics.add_step(step)
+            self._stats = replace(news.stats, steps=())
+
+    async def _read_tokenizer(self) -> None:
+        try:
+            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        except Exception as error:
+            self._core_lost(str(error))
+        self._has_tokenizer.set()
+
+    async def _become_ready(self, facts: Ready) -> None:
+        await self._has_tokenizer.wait()
         if self._health.state is HealthState.STARTING:
             self._health = Health(HealthState.READY)
-        self._ready.set()
+        self._facts = facts
+        self._is_ready.set()
+
+    # -- how a core comes and goes ------------------------------------------------------------------------------
+
+    def _start_core(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def broken(error: Exception) -> None:
+            self._core_lost(f"a report of the engine core could not be read: {error}")
+
+        link = self._link = CoreLink(self._heard, broken)
+
+        def exited(how: str) -> None:  # on a thread of the launcher's
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._exited, link, how)
+
+        try:
+            self._core = self._launch(link.addresses, exited)
+        except OSError as error:
+            self._core_lost(f"the engine core cannot be started: {error}")
+
+    def _exited(self, link: CoreLink, how: str) -> None:
+        """The core of `link` is gone. What it said last is read first: it names the cause."""
+        link.receive()
+        if link is self._link and self._health.state is not HealthState.DEAD:
+            if self.has_started:
+                self._core_lost(f"the engine core died: {how}")
+            else:
+                self._keep(self._hear_last_words(link, how))
+
+    async def _hear_last_words(self, link: CoreLink, how: str) -> None:
+        await asyncio.sleep(LAST_WORDS_S)
+        link.receive()
+        self._core_lost(f"the engine core ended while it started: {how}")
+
+    def _core_lost(self, reason: str) -> None:
+        """Fail everything open; then another core, or the end."""
+        if self._health.state is HealthState.DEAD:
+            return
+        if not (self._may_restart and self.has_started and self._health.state is HealthState.READY):
+            self._die(reason)
+            return
+        log.error("%s; starting another", reason)
+        self._fail_streams(reason)
+        core, link = self._core, self._link
+        self._health = Health(HealthState.STARTING, reason)
+        self._stats = EngineStats()
+        self._core = self._link = None
+        self._keep(self._replace_core(core, link))
+
+    async def _replace_core(self, core: RunningCore | None, link: CoreLink | None) -> None:
+        if core is not None:
+            await core.stop(0.0)
+        if link is not None:
+            link.close()
+        if self._health.state is HealthState.STARTING:
+            self._start_core()
 
     def _die(self, reason: str, *, is_expected: bool = False) -> None:
         if self._health.state is HealthState.DEAD:
             return
         self._health = Health(HealthState.DEAD, reason)
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            stream.end(EngineDeadError(reason))
-        self._ready.set()
+        self._fail_streams(reason)
+        self._is_ready.set()
         if not is_expected:
             self._on_death()
 
-    # -- engine thread ------------------------------------------------------------------------------------------
+    def _fail_streams(self, reason: str) -> None:
+        for request_id, stream in list(self._streams.items()):
+            self._forget(request_id)
+            stream.end(EngineDeadError(reason))
 
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
-            self._loop.call_soon_threadsafe(callback, *args)
-
-    def _run(self) -> None:
+    def _tell_to_stop(self) -> bool:
+        """Ask the core to leave by itself; only one that serves hears it."""
+        if self._link is None or not self.has_started:
+            return False
         try:
-            engine = self._build()
-            try:
-                self._stats = engine.stats()
-                self._post(self._become_ready, engine)
-                self._serve(engine)
-            finally:
-                engine.close()
-        except GraphRunnerError as error:
-            self._post(self._die, str(error))
-        except BaseException as error:  # whatever ended the thread, clients must hear of it
-            log.critical("the engine thread ended", exc_info=error)
-            self._post(self._die, f"{type(error).__name__}: {error}")
+            self._link.send(Stop())
+        except EngineDeadError:
+            return False
+        return True
 
-    def _serve(self, engine: SyncEngine) -> None:
-        """Alternate commands and steps until told to stop."""
-        next_stats_s = 0.0
-        while True:
-            events: list[_Event] = []
-            if not self._take_commands(engine, events):
-                return
-            if events:
-                self._post(self._deliver, events, ())
-            if engine.has_unfinished_requests():
-                outputs = engine.step()
-                if outputs:
-                    self._post(self._deliver, (), outputs)
-            is_idle = not engine.has_unfinished_requests()
-            if is_idle or time.monotonic() >= next_stats_s:
-                self._stats = engine.stats()
-                next_stats_s = time.monotonic() + STATS_INTERVAL_S
-
-    def _take_commands(self, engine: SyncEngine, events: list[_Event]) -> bool:
-        """Carry out what waits in the mailbox, waiting for something when idle; False when told to stop."""
-        should_wait = not engine.has_unfinished_requests()
-        while True:
-            try:
-                command = self._mailbox.get(block=should_wait)
-            except queue.Empty:
-                return True
-            should_wait = False
-            match command:
-                case _Stop():
-                    return False
-                case _Abort(request_id):
-                    engine.abort_request(request_id)
-                case _Add():
-                    events.append(self._added(engine, command))
-
-    def _added(self, engine: SyncEngine, command: _Add) -> _Event:
-        request_id = command.request_id
-        ids, task, priority = command.token_ids, command.task, command.priority
-        try:
-            if isinstance(task, Pooling):
-                engine.add_embedding_request(request_id, ids, task, priority=priority)
-            else:
-                engine.add_request(request_id, ids, task, priority=priority, output_kind=RequestOutputKind.DELTA)
-        except InvalidRequestError as error:
-            refusal = error
-            return lambda: self._refuse(request_id, refusal)
-        return lambda: self._admit(request_id)
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        """Run a coroutine beside everything else; the set holds it until it is done."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,7 +11,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from graphrunner.core.outputs import CompletionOutput
+from graphrunner.core.outputs import CompletionOutput, RequestOutput
 from graphrunner.entrypoints.openai.generation import Generation, UsageCount, new_request_id
 from graphrunner.entrypoints.openai.logprobs import chat_logprobs
 from graphrunner.entrypoints.openai.protocol import ChatBody
@@ -31,7 +31,14 @@ from graphrunner.entrypoints.openai.responses import (
 from graphrunner.entrypoints.openai.sampling import called_name, chat_sampling
 from graphrunner.entrypoints.openai.server import Server
 from graphrunner.entrypoints.openai.server_options import ReasoningFormat
-from graphrunner.entrypoints.openai.streaming import EventStream, unless_disconnected
+from graphrunner.entrypoints.openai.streaming import (
+    DONE,
+    EventStream,
+    TextEvent,
+    event,
+    failure_events,
+    unless_disconnected,
+)
 from graphrunner.entrypoints.openai.tool_calls import ToolDelta, ToolFormat
 
 _PROMPT_TAIL_LEN = 8  # tokens that hold an opening think tag at the end of a prompt
@@ -68,10 +75,11 @@ async def create_chat_completion(server: Server, request: Request) -> Response:
         usage=UsageCount([len(prompt_ids)]),
         num_choices=params.n,
     )
-    generation = await server.start_generation(job.request_id, [prompt_ids], params, body.priority, "messages")
+    generation = await server.start_generation(
+        job.request_id, [prompt_ids], params, body.priority, "messages", is_streamed=body.stream is True
+    )
     if body.stream:
-        on_gone = server.metrics.disconnects.inc
-        return EventStream(_chunks(generation, job), close=generation.aclose, on_gone=on_gone)
+        return EventStream(generation, ChatEvents(job), on_gone=server.metrics.disconnects.inc)
     try:
         completion = await unless_disconnected(request.receive, _whole(generation, job))
     finally:
@@ -114,31 +122,57 @@ def _logprobs(job: ChatJob, output: CompletionOutput) -> ChatLogprobs | None:
 # -- streamed -------------------------------------------------------------------------------------------------------
 
 
-async def _chunks(generation: Generation, job: ChatJob) -> AsyncGenerator[ChatChunk, None]:
-    """The role of each choice, its pieces, its finish reason; the usage last, when asked for."""
-    usage = None if job.body.is_usage_streamed else UNSET
+class ChatEvents:
+    """The role of each choice, its pieces, its finish reason; the usage last, when asked for. See `ReplyEvents`."""
 
-    def chunk(choices: list[ChunkChoice]) -> ChatChunk:
-        return ChatChunk(job.request_id, "chat.completion.chunk", job.created, job.model, choices, usage)
+    def __init__(self, job: ChatJob) -> None:
+        self._job = job
+        self._usage = None if job.body.is_usage_streamed else UNSET
+        self._parsers = [job.reply_format.parser() for _ in range(job.num_choices)]
+        self._text_events = [TextEvent(self._text_chunk(index)) for index in range(job.num_choices)]
 
-    for index in range(job.num_choices):
-        yield chunk([ChunkChoice(index, Delta(role="assistant", content=""))])
-    parsers = [job.reply_format.parser() for _ in range(job.num_choices)]
-    async for _, output in generation.outputs():
-        job.usage.add(0, output)
-        for each in output.outputs:
-            parser = parsers[each.index]
-            part = parser.feed(each.text, is_last=each.finish_reason is not None)
-            logprobs = _logprobs(job, each)
-            if part or logprobs:
-                yield chunk([ChunkChoice(each.index, _delta(part), logprobs)])
-            if each.finish_reason is not None:
-                reason = _finish_reason(each.finish_reason, parser)
-                yield chunk([ChunkChoice(each.index, Delta(), finish_reason=reason)])
-    if job.body.is_usage_streamed:
-        last = chunk([])
-        last.usage = job.usage.usage()
-        yield last
+    def first(self) -> bytes:
+        """Who speaks."""
+        roles = [ChunkChoice(index, Delta(role="assistant", content="")) for index in range(self._job.num_choices)]
+        return b"".join([event(self._chunk([role])) for role in roles])
+
+    def take(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The pieces that one step added."""
+        self._job.usage.add(prompt_index, output)
+        return b"".join([self._pieces(each) for each in output.outputs])
+
+    def last(self) -> bytes:
+        """The usage, and the last event."""
+        if not self._job.body.is_usage_streamed:
+            return DONE
+        chunk = self._chunk([])
+        chunk.usage = self._job.usage.usage()
+        return event(chunk) + DONE
+
+    def failed(self, error: Exception) -> bytes:
+        """The error, and the last event."""
+        return failure_events(error)
+
+    def _pieces(self, output: CompletionOutput) -> bytes:
+        parser, index, is_last = self._parsers[output.index], output.index, output.finish_reason is not None
+        if parser.is_plain and not is_last and not self._job.body.logprobs:
+            return self._text_events[index](output.text) if output.text else b""
+        part = parser.feed(output.text, is_last=is_last)
+        logprobs = _logprobs(self._job, output)
+        data = b""
+        if part or logprobs:
+            data = event(self._chunk([ChunkChoice(index, _delta(part), logprobs)]))
+        if is_last:
+            reason = _finish_reason(output.finish_reason, parser)
+            data += event(self._chunk([ChunkChoice(index, Delta(), finish_reason=reason)]))
+        return data
+
+    def _text_chunk(self, index: int) -> Callable[[str], ChatChunk]:
+        return lambda text: self._chunk([ChunkChoice(index, Delta(content=text))])
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        job = self._job
+        return ChatChunk(job.request_id, "chat.completion.chunk", job.created, job.model, choices, self._usage)
 
 
 def _delta(part: ReplyPart) -> Delta:
@@ -189,11 +223,11 @@ class _Choice:
 
 async def _whole(generation: Generation, job: ChatJob) -> ChatCompletion:
     choices = [_Choice(job.reply_format.parser()) for _ in range(job.num_choices)]
-    async for _, output in generation.outputs():
+    for output in await generation.finals():
         job.usage.add(0, output)
         for each in output.outputs:
             choice = choices[each.index]
-            choice.add(choice.parser.feed(each.text, is_last=each.finish_reason is not None))
+            choice.add(choice.parser.feed(each.text, is_last=True))
             logprobs = _logprobs(job, each)
             choice.logprobs += logprobs.content if logprobs else []
             choice.finish_reason = _finish_reason(each.finish_reason, choice.parser) or choice.finish_reason

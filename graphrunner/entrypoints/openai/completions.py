@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,14 @@ from graphrunner.entrypoints.openai.protocol import CompletionBody
 from graphrunner.entrypoints.openai.responses import Completion, CompletionChoice, CompletionLogprobs
 from graphrunner.entrypoints.openai.sampling import completion_sampling, is_score_only
 from graphrunner.entrypoints.openai.server import Server
-from graphrunner.entrypoints.openai.streaming import EventStream, unless_disconnected
+from graphrunner.entrypoints.openai.streaming import (
+    DONE,
+    EventStream,
+    TextEvent,
+    event,
+    failure_events,
+    unless_disconnected,
+)
 
 
 @dataclass(slots=True)
@@ -73,10 +80,11 @@ async def create_completion(server: Server, request: Request) -> Response:
         ],
     )
     token_ids = [each.token_ids for each in encoded]
-    generation = await server.start_generation(job.request_id, token_ids, params, body.priority, "prompt")
+    generation = await server.start_generation(
+        job.request_id, token_ids, params, body.priority, "prompt", is_streamed=body.stream is True
+    )
     if body.stream:
-        on_gone = server.metrics.disconnects.inc
-        return EventStream(_chunks(generation, job), close=generation.aclose, on_gone=on_gone)
+        return EventStream(generation, CompletionEvents(job), on_gone=server.metrics.disconnects.inc)
     try:
         completion = await unless_disconnected(request.receive, _whole(generation, job))
     finally:
@@ -89,27 +97,63 @@ async def _with_text(server: Server, prompt: EncodedPrompt) -> EncodedPrompt:
     return EncodedPrompt(text, prompt.token_ids, await server.encoder.decode(prompt.token_ids[:1], "echo"))
 
 
-async def _chunks(generation: Generation, job: CompletionJob) -> AsyncGenerator[Completion, None]:
-    usage = None if job.body.is_usage_streamed else UNSET
-    async for piece in _pieces(generation, job):
-        chunk = job.reply([piece])
-        chunk.usage = usage
-        yield chunk
-    if job.body.is_usage_streamed:
-        last = job.reply([])
-        last.usage = job.usage.usage()
-        yield last
+class CompletionEvents:
+    """What is new of each choice; the usage last, when asked for. See `ReplyEvents`."""
+
+    def __init__(self, job: CompletionJob) -> None:
+        self._job = job
+        self._usage = None if job.body.is_usage_streamed else UNSET
+        self._is_plain = job.body.logprobs is None and not job.body.echo and not is_score_only(job.body)
+        self._text_events = [TextEvent(self._text_chunk(choice.index)) for choice in job.choices]
+
+    def first(self) -> bytes:
+        """Nothing: the first piece is the first event."""
+        return b""
+
+    def take(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The pieces that one step added."""
+        if not self._is_plain:
+            return b"".join([event(self._chunk([piece])) for piece in _pieces(self._job, prompt_index, output)])
+        self._job.usage.add(prompt_index, output)
+        return b"".join([self._plain_piece(prompt_index, each) for each in output.outputs])
+
+    def last(self) -> bytes:
+        """The usage, and the last event."""
+        if not self._job.body.is_usage_streamed:
+            return DONE
+        chunk = self._chunk([])
+        chunk.usage = self._job.usage.usage()
+        return event(chunk) + DONE
+
+    def failed(self, error: Exception) -> bytes:
+        """The error, and the last event."""
+        return failure_events(error)
+
+    def _plain_piece(self, prompt_index: int, output: CompletionOutput) -> bytes:
+        index = prompt_index * self._job.num_outputs + output.index
+        if output.finish_reason is not None:
+            return event(self._chunk([CompletionChoice(index, output.text, None, output.finish_reason)]))
+        return self._text_events[index](output.text) if output.text else b""
+
+    def _text_chunk(self, index: int) -> Callable[[str], Completion]:
+        return lambda text: self._chunk([CompletionChoice(index, text)])
+
+    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
+        chunk = self._job.reply(choices)
+        chunk.usage = self._usage
+        return chunk
 
 
 async def _whole(generation: Generation, job: CompletionJob) -> Completion:
     texts: list[list[str]] = [[] for _ in job.choices]
     logprobs: list[list[CompletionLogprobs]] = [[] for _ in job.choices]
     reasons = ["stop"] * len(job.choices)
-    async for piece in _pieces(generation, job):
-        texts[piece.index].append(piece.text)
-        if piece.logprobs is not None:
-            logprobs[piece.index].append(piece.logprobs)
-        reasons[piece.index] = piece.finish_reason or reasons[piece.index]
+    for prompt_index, output in enumerate(await generation.finals()):
+        for piece in _pieces(job, prompt_index, output):
+            texts[piece.index].append(piece.text)
+            if piece.logprobs is not None:
+                logprobs[piece.index].append(piece.logprobs)
+            reasons[piece.index] = piece.finish_reason or reasons[piece.index]
     has_logprobs = job.body.logprobs is not None
     completion = job.reply(
         [
@@ -121,21 +165,20 @@ async def _whole(generation: Generation, job: CompletionJob) -> Completion:
     return completion
 
 
-async def _pieces(generation: Generation, job: CompletionJob) -> AsyncGenerator[CompletionChoice, None]:
+def _pieces(job: CompletionJob, prompt_index: int, output: RequestOutput) -> Iterator[CompletionChoice]:
     """What is new of each choice; the echoed prompt comes with the first piece."""
-    async for prompt_index, output in generation.outputs():
-        if not is_score_only(job.body):
-            job.usage.add(prompt_index, output)
-        _keep_prompt_logprobs(job, prompt_index, output)
-        for each in output.outputs:
-            if not each.token_ids and each.finish_reason is None:
-                continue  # only prompt chunks so far
-            choice = job.choices[prompt_index * job.num_outputs + each.index]
-            if choice.echo is not None:
-                yield _echoed(job, choice, choice.echo)
-            piece = _generated(job, choice, each)
-            if piece is not None:
-                yield piece
+    if not is_score_only(job.body):
+        job.usage.add(prompt_index, output)
+    _keep_prompt_logprobs(job, prompt_index, output)
+    for each in output.outputs:
+        if not each.token_ids and each.finish_reason is None:
+            continue  # only prompt chunks so far
+        choice = job.choices[prompt_index * job.num_outputs + each.index]
+        if choice.echo is not None:
+            yield _echoed(job, choice, choice.echo)
+        piece = _generated(job, choice, each)
+        if piece is not None:
+            yield piece
 
 
 def _keep_prompt_logprobs(job: CompletionJob, prompt_index: int, output: RequestOutput) -> None:

@@ -1,7 +1,6 @@
 """The seam between HTTP and an engine: all that the server knows of it.
 
-`AsyncEngine` implements it with a thread; another process can implement it with messages. Tests implement it, or the
-synchronous engine behind it, with a script.
+`AsyncEngine` implements it with messages to a core process. Tests put a scripted engine into the core's place.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from enum import Enum
 from typing import Protocol
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.outputs import RequestOutput
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.entrypoints.openai.output_stream import OutputStream
 
 
 class HealthState(Enum):
@@ -53,16 +52,6 @@ class ServerTokenizer(Protocol):
     ) -> list[int]: ...
 
 
-class OutputStream(Protocol):
-    """Deltas of one admitted request. Ends after the output with `finished`; `aclose` before that aborts, once."""
-
-    def __aiter__(self) -> OutputStream: ...
-
-    async def __anext__(self) -> RequestOutput: ...
-
-    async def aclose(self) -> None: ...
-
-
 class EngineClient(Protocol):
     """An engine as the server sees it. Every method is called on the event loop and must not block it."""
 
@@ -84,11 +73,13 @@ class EngineClient(Protocol):
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         priority: int = 0,
+        *,
+        is_streamed: bool = True,
     ) -> OutputStream:
         """Return once the request is admitted.
 
-        Each output of the stream holds only what is new: text, token ids and logprobs per output index, with the
-        finish reason on the last of each index.
+        Streamed, each output holds only what is new: text, token ids and logprobs per output index, with the finish
+        reason on the last of each index. Otherwise one output comes, at the end, with all of it.
 
         Raises:
             InvalidRequestError: refused at the door.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -21,25 +20,12 @@ class FrontMetrics:
             "graphrunner_http_disconnects", "Clients that left before their answer was complete", registry=registry
         )
         self.sequences = Gauge("graphrunner_http_sequences", "Outputs being made or waited for", registry=registry)
-        self.ttft_s = Histogram(
-            "graphrunner_http_time_to_first_token_seconds",
-            "From the checked request to its first token, at the front",
-            buckets=_LONG_S,
-            registry=registry,
-        )
-        self.itl_s = Histogram(
-            "graphrunner_http_inter_token_seconds",
-            "Between two tokens of an output, at the front",
-            buckets=_SHORT_S,
-            registry=registry,
-        )
         self.e2e_s = Histogram(
             "graphrunner_http_generation_seconds",
             "From the checked request to its last token",
             buckets=_LONG_S,
             registry=registry,
         )
-        self.output_tokens = Counter("graphrunner_http_output_tokens", "Tokens handed to clients", registry=registry)
 
     def text(self) -> bytes:
         """Prometheus' text format."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
+from typing import Protocol
 
 from graphrunner.core.outputs import RequestOutput
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.entrypoints.openai.admission import Ticket
-from graphrunner.entrypoints.openai.engine_client import EngineClient, OutputStream
+from graphrunner.entrypoints.openai.engine_client import EngineClient
 from graphrunner.entrypoints.openai.errors import ApiError
 from graphrunner.entrypoints.openai.front_metrics import FrontMetrics
+from graphrunner.entrypoints.openai.output_stream import OutputStream
 from graphrunner.entrypoints.openai.responses import PromptTokensDetails, Usage
 
 _FAILED = frozenset({"error", "abort"})
@@ -29,10 +32,11 @@ class UsageCount:
     cached_lens: dict[int, int] = field(default_factory=dict)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Count one delta."""
-        self.num_completion_tokens += sum(len(each.token_ids) for each in output.outputs)
-        cached_len = min(output.num_cached_tokens, self.prompt_lens[prompt_index])
-        self.cached_lens[prompt_index] = max(self.cached_lens.get(prompt_index, 0), cached_len)
+        """Count one delta, or a whole answer."""
+        for each in output.outputs:
+            self.num_completion_tokens += len(each.token_ids)
+        if output.num_cached_tokens:
+            self.cached_lens[prompt_index] = min(output.num_cached_tokens, self.prompt_lens[prompt_index])
 
     def usage(self) -> Usage:
         """As OpenAI writes it: a prompt counts once, however many outputs it has."""
@@ -43,6 +47,26 @@ class UsageCount:
             total_tokens=num_prompt_tokens + self.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self.cached_lens.values())),
         )
+
+
+class ReplyEvents(Protocol):
+    """Turns the outputs of a streamed request into server-sent events. Every call returns whole events, or nothing."""
+
+    def first(self) -> bytes:
+        """What goes out before the first token."""
+        ...
+
+    def take(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """What one step added to a prompt's outputs."""
+        ...
+
+    def last(self) -> bytes:
+        """The end, after everything."""
+        ...
+
+    def failed(self, error: Exception) -> bytes:
+        """The end in place of what would have followed."""
+        ...
 
 
 class Generation:
@@ -59,6 +83,11 @@ class Generation:
         self._streams: list[OutputStream] = []
         self._start_s = time.perf_counter()
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_open = 0
+        self._events: ReplyEvents | None = None
+        self._write: Callable[[bytes], None] = _drop
+        self._on_end: Callable[[], None] = _nothing
 
     async def start(
         self,
@@ -67,97 +96,124 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         priority: int,
+        *,
+        is_streamed: bool,
     ) -> None:
         """Admit every prompt; when one is refused none stays. Raises as `EngineClient.generate`."""
         for index, token_ids in enumerate(prompts):
             name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-            self._streams.append(await client.generate(name, token_ids, params, priority))
+            self._streams.append(await client.generate(name, token_ids, params, priority, is_streamed=is_streamed))
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, delta) as they come.
+    async def collect(self, take: Callable[[int, RequestOutput], None]) -> None:
+        """Hand over every output as it comes, by the index of its prompt; return when all have ended.
 
         Raises:
             ApiError: 504 out of time, 500 the engine gave a request up.
+            EngineDeadError: the engine went.
         """
-        last_s: dict[tuple[int, int], float] = {}
-        finished: set[tuple[int, int]] = set()
-        outputs = self._merged() if len(self._streams) > 1 else self._single()
-        try:
-            while (item := await self._next(outputs)) is not None:
-                prompt_index, output = item
-                # The engine shows an output that has ended again for as long as its siblings run.
-                output.outputs = [each for each in output.outputs if (prompt_index, each.index) not in finished]
-                finished |= {(prompt_index, each.index) for each in output.outputs if each.finish_reason is not None}
-                self._observe(prompt_index, output, last_s)
-                yield item
-        finally:
-            await outputs.aclose()
-        self._metrics.e2e_s.observe(time.perf_counter() - self._start_s)
+        events, has_ended = _Collected(take), asyncio.Event()
+        self.push(events, _drop, has_ended.set)
+        await has_ended.wait()
+        if events.error is not None:
+            raise events.error
+
+    async def finals(self) -> list[RequestOutput]:
+        """The whole output of every prompt, once all are there; for requests that were not streamed. As `collect`."""
+        outputs: dict[int, RequestOutput] = {}
+        await self.collect(outputs.__setitem__)
+        return [output for _, output in sorted(outputs.items())]
+
+    def push(self, events: ReplyEvents, write: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        """Write events the moment outputs come, in the same turn of the loop; `on_end` follows the last of them."""
+        self._events, self._write, self._on_end = events, write, on_end
+        self._num_open = len(self._streams)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(self._deadline_s, lambda: self._fail(_out_of_time()))
+        write(events.first())
+        for index, stream in enumerate(list(self._streams)):
+            stream.push_to(partial(self._take, index), self._fail)
 
     async def aclose(self) -> None:
         """Abort what still runs and leave. Idempotent."""
+        self._events = None
+        if self._timer is not None:
+            self._timer.cancel()
         streams, self._streams = self._streams, []
         for stream in streams:
             await stream.aclose()
         self._ticket.release()
 
-    async def _next(self, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> tuple[int, RequestOutput] | None:
-        """The next output before the deadline; None at the end."""
+    def _take(self, prompt_index: int, output: RequestOutput) -> None:
+        events = self._events
+        if events is None:  # it has failed already
+            return
         try:
-            async with asyncio.timeout_at(self._deadline_s):
-                return await anext(outputs, None)
-        except TimeoutError:
-            raise ApiError(HTTPStatus.GATEWAY_TIMEOUT, "the request took too long", code="timeout") from None
+            for each in output.outputs:
+                if each.finish_reason in _FAILED:
+                    raise _given_up()
+            data = events.take(prompt_index, output)
+            if output.finished:
+                self._num_open -= 1
+                if self._num_open == 0:
+                    self._metrics.e2e_s.observe(time.perf_counter() - self._start_s)
+                    self._finish(data + events.last())
+                    return
+        except Exception as error:
+            self._fail(error)
+            return
+        if data:
+            self._write(data)
 
-    def _observe(self, prompt_index: int, output: RequestOutput, last_s: dict[tuple[int, int], float]) -> None:
-        """Measure the gaps between deltas, and notice a request that failed."""
-        now_s = time.perf_counter()
-        for each in output.outputs:
-            key = (prompt_index, each.index)
-            if each.token_ids:
-                before_s = last_s.get(key)
-                if before_s is None:
-                    self._metrics.ttft_s.observe(now_s - self._start_s)
-                else:
-                    self._metrics.itl_s.observe((now_s - before_s) / len(each.token_ids))
-                last_s[key] = now_s
-                self._metrics.output_tokens.inc(len(each.token_ids))
-            if each.finish_reason in _FAILED:
-                raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine could not complete this request")
+    def _fail(self, error: Exception) -> None:
+        if self._events is not None:
+            self._finish(self._events.failed(error))
 
-    async def _single(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async for output in self._streams[0]:
-            yield 0, output
+    def _finish(self, data: bytes) -> None:
+        self._events = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._write(data)
+        self._on_end()
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """All streams at once, in the order of arrival."""
-        arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
 
-        async def read(index: int, stream: OutputStream) -> None:
-            try:
-                async for output in stream:
-                    arrived.put_nowait((index, output))
-            except Exception as error:
-                arrived.put_nowait((index, error))
-            arrived.put_nowait((index, None))
+class _Collected:
+    """`ReplyEvents` for a reader of our own."""
 
-        readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self._streams)]
-        num_open = len(readers)
-        try:
-            while num_open:
-                index, item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield index, item
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+    def __init__(self, take: Callable[[int, RequestOutput], None]) -> None:
+        self._take = take
+        self.error: Exception | None = None
+
+    def first(self) -> bytes:
+        return b""
+
+    def take(self, prompt_index: int, output: RequestOutput) -> bytes:
+        self._take(prompt_index, output)
+        return b""
+
+    def last(self) -> bytes:
+        return b""
+
+    def failed(self, error: Exception) -> bytes:
+        self.error = error
+        return b""
 
 
 def new_request_id(prefix: str) -> str:
     """chatcmpl-..., cmpl-...: never taken from the client, so always unique."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _out_of_time() -> ApiError:
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, "the request took too long", code="timeout")
+
+
+def _given_up() -> ApiError:
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine could not complete this request")
+
+
+def _drop(data: bytes) -> None:
+    """Nowhere to write."""
+
+
+def _nothing() -> None:
+    """Before `push` nobody waits for the end."""

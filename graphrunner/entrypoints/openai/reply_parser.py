@@ -70,6 +70,11 @@ class ReplyParser:
         """Whether a tool call was seen."""
         return self._tools is not None and self._tools.num_calls > 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every further text is content as it stands, so that it need not be fed."""
+        return self._tools is None and (self._thinking is None or self._thinking.is_over)
+
     def feed(self, text: str, *, is_last: bool) -> ReplyPart:
         """The meaning of the next piece of text; `is_last` lets go of everything held back."""
         part = ReplyPart(content=text)
@@ -87,6 +92,11 @@ class _ThinkSplitter:
     def __init__(self, is_thinking: bool) -> None:
         self._pending = ""
         self._stage = _Stage.THINKING if is_thinking else _Stage.START
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no reasoning can follow."""
+        return self._stage is _Stage.DONE
 
     def feed(self, text: str, *, is_last: bool) -> ReplyPart:
         self._pending += text

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -12,8 +11,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from graphrunner.core.errors import GraphRunnerError, InvalidRequestError
-from graphrunner.core.outputs import CompletionOutput
+from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.outputs import CompletionOutput, RequestOutput
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.entrypoints.openai.chat import reply_format_of
 from graphrunner.entrypoints.openai.errors import ApiError, api_error_from, bad_request
@@ -42,10 +41,8 @@ from graphrunner.entrypoints.openai.responses_objects import (
 from graphrunner.entrypoints.openai.responses_request import chat_body_of, client_error, messages_of, reply_messages
 from graphrunner.entrypoints.openai.sampling import chat_sampling
 from graphrunner.entrypoints.openai.server import Server
-from graphrunner.entrypoints.openai.streaming import EventStream, unless_disconnected
-from graphrunner.telemetry.log import get_logger
+from graphrunner.entrypoints.openai.streaming import EventStream, log_failure, unless_disconnected
 
-log = get_logger(__name__)
 FAILED = "failed"
 _encode = msgspec.json.Encoder().encode
 
@@ -94,8 +91,7 @@ class ResponseJob:
 
     def fail(self, error: Exception) -> ResponseEvent:
         """The event of a response that broke in the middle; what it had so far stays in it."""
-        if not isinstance(error, (ApiError, GraphRunnerError)):
-            log.error("a stream failed", exc_info=error)
+        log_failure(error)
         self.response.output = self.builder.items
         self.response.status = FAILED
         self.response.error = ResponseError("server_error", api_error_from(error).body.message)
@@ -125,12 +121,19 @@ async def create_response(server: Server, request: Request) -> Response:
         tools = None if chat.tool_choice == "none" else chat.tools
         prompt_ids = await server.encoder.encode_chat(chat.messages, tools)
         job = await _job(server, body, chat, params, earlier, prompt_ids)
-        generation = await server.start_generation(job.response.id, [prompt_ids], params, body.priority, "input")
+        generation = await server.start_generation(
+            # In pieces either way: that is how the tokens of the reasoning are told from the others.
+            job.response.id,
+            [prompt_ids],
+            params,
+            body.priority,
+            "input",
+            is_streamed=True,
+        )
     except (ApiError, InvalidRequestError) as error:
         raise client_error(error) from None
     if body.stream:
-        on_gone = server.metrics.disconnects.inc
-        return EventStream(_events(generation, job), close=generation.aclose, on_gone=on_gone, framed=_framed)
+        return EventStream(generation, ResponseEvents(job), on_gone=server.metrics.disconnects.inc)
     try:
         response = await unless_disconnected(request.receive, _whole(generation, job))
     finally:
@@ -222,44 +225,48 @@ def _begun(server: Server, body: ResponsesBody, params: SamplingParams) -> Respo
 
 
 async def _whole(generation: Generation, job: ResponseJob) -> ResponseObject:
-    async for _, output in generation.outputs():
-        job.usage.add(0, output)
+    def take(prompt_index: int, output: RequestOutput) -> None:
+        job.usage.add(prompt_index, output)
         for each in output.outputs:
             job.feed(each)
+
+    await generation.collect(take)
     job.finish()
     return job.response
 
 
-async def _events(generation: Generation, job: ResponseJob) -> AsyncGenerator[ResponseEvent, None]:
-    """Every event in order, numbered from 0."""
-    number = 0
-    async with aclosing(_unnumbered(generation, job)) as events:
-        async for event in events:
-            event.sequence_number = number
-            number += 1
-            yield event
+class ResponseEvents:
+    """Every event in order, numbered from 0, each with its type. See `ReplyEvents`."""
 
+    def __init__(self, job: ResponseJob) -> None:
+        self._job = job
+        self._next_number = 0
 
-async def _unnumbered(generation: Generation, job: ResponseJob) -> AsyncGenerator[ResponseEvent, None]:
-    yield ResponseEvent("response.created", response=job.response)
-    yield ResponseEvent("response.in_progress", response=job.response)
-    try:
-        async for _, output in generation.outputs():
-            job.usage.add(0, output)
-            for each in output.outputs:
-                for event in job.feed(each):
-                    yield event
-        for event in job.finish():
-            yield event
-    except Exception as error:
-        yield job.fail(error)
+    def first(self) -> bytes:
+        """The response is there, and empty."""
+        names = ("response.created", "response.in_progress")
+        return self._framed([ResponseEvent(name, response=self._job.response) for name in names])
 
+    def take(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """What one step added."""
+        self._job.usage.add(prompt_index, output)
+        return self._framed([made for each in output.outputs for made in self._job.feed(each)])
 
-async def _framed(events: AsyncGenerator[ResponseEvent, None]) -> AsyncIterator[bytes]:
-    """Server-sent events that carry their type as OpenAI's do; the last one says how it ended."""
-    async with aclosing(events):
-        async for event in events:
-            yield b"event: %b\ndata: %b\n\n" % (event.type.encode(), _encode(event))
+    def last(self) -> bytes:
+        """The last event holds the whole response."""
+        return self._framed(self._job.finish())
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event says what went wrong."""
+        return self._framed([self._job.fail(error)])
+
+    def _framed(self, events: Sequence[ResponseEvent]) -> bytes:
+        lines: list[bytes] = []
+        for each in events:
+            each.sequence_number = self._next_number
+            self._next_number += 1
+            lines.append(b"event: %b\ndata: %b\n\n" % (each.type.encode(), _encode(each)))
+        return b"".join(lines)
 
 
 def _json(body: msgspec.Struct) -> Response:

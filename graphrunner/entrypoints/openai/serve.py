@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -14,6 +16,7 @@ from graphrunner.core.errors import ConfigError, EngineDeadError
 from graphrunner.entrypoints.openai.app import build_app
 from graphrunner.entrypoints.openai.async_engine import AsyncEngine
 from graphrunner.entrypoints.openai.engine_client import HealthState
+from graphrunner.entrypoints.openai.outbox import DirectProtocol
 from graphrunner.entrypoints.openai.server import make_server
 from graphrunner.entrypoints.openai.server_options import ServerOptions
 from graphrunner.telemetry.log import get_logger
@@ -46,7 +49,7 @@ class ServerProcess:
     """One server from socket to exit.
 
     Args:
-        make_engine: makes the engine client's thread or process; given what to call when the engine dies.
+        make_engine: makes the client of an engine core; given what to call when the engine dies.
         on_listening: called with the server's URL once the socket is bound; the model may still be loading.
         on_ready: called once requests are served.
     """
@@ -85,21 +88,23 @@ class ServerProcess:
             server_header=False,
             timeout_graceful_shutdown=ABORT_GRACE_S,
             lifespan="off",
+            http=DirectProtocol,
         )
         self._uvicorn = _Uvicorn(config, self._signalled)
         self._loop = asyncio.get_running_loop()
         self._on_listening(_url(listener))
-        engine.start()
         ready = asyncio.create_task(self._announce(engine))
-        try:
-            await self._uvicorn.serve(sockets=[listener])
-        finally:
-            ready.cancel()
-            await engine.shutdown()
-            self._server.encoder.close()
-            if self._server.tracer is not None:
-                await asyncio.to_thread(self._server.tracer.close)
-            listener.close()
+        with _signals_to(self._signalled):  # uvicorn takes them over only once it serves
+            try:
+                engine.start()
+                await self._uvicorn.serve(sockets=[listener])
+            finally:
+                ready.cancel()
+                await engine.shutdown()
+                self._server.encoder.close()
+                if self._server.tracer is not None:
+                    await asyncio.to_thread(self._server.tracer.close)
+                listener.close()
         if self._failure is not None:
             raise self._failure
 
@@ -155,8 +160,23 @@ class ServerProcess:
         health = engine.health()
         assert health.state is HealthState.DEAD
         self._failure = ServerFailedError(health.reason or "the engine stopped", 1 if engine.has_started else 2)
-        log.error("the engine stopped: %s", health.reason)
+        if engine.has_started:  # at once: clients hear of it now, and the end of the server may take seconds
+            log.error("the engine stopped: %s", health.reason)
         self._stop_soon()
+
+
+@contextmanager
+def _signals_to(on_signal: Callable[[int], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `on_signal` inside; only in the main thread, where alone that can be."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sig: signal.signal(sig, lambda got, frame: on_signal(got)) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -62,7 +62,14 @@ class Server:
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
     async def start_generation(
-        self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int, field: str
+        self,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        priority: int,
+        field: str,
+        *,
+        is_streamed: bool,
     ) -> Generation:
         """Check the prompts against the context, take room, and admit them."""
         annotate(
@@ -75,7 +82,7 @@ class Server:
         ticket = self.admission.enter(len(prompts) * params.n, self.client.health())
         generation = Generation(ticket, self.metrics, self.options.request_timeout_s)
         try:
-            await generation.start(self.client, request_id, prompts, params, priority)
+            await generation.start(self.client, request_id, prompts, params, priority, is_streamed=is_streamed)
         except BaseException:
             await generation.aclose()
             raise

@@ -1,0 +1,77 @@
+"""From events to a connection: straight into it while it takes them, through a backlog while it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_EXTENSION = "graphrunner.write_body"
+WriteBody = Callable[[bytes], bool]
+
+
+class DirectProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, which lets a streamed response write its body without a task and without middleware.
+
+    Used only between the start and the end of a chunked response; both still go through ASGI.
+    """
+
+    def on_message_begin(self) -> None:
+        """Called by the parser for every request of the connection."""
+        super().on_message_begin()
+        self.scope["extensions"] = {_EXTENSION: self._write_body}  # type: ignore[dict-item]
+
+    def _write_body(self, data: bytes) -> bool:
+        """Send a piece of the body as one chunk; False when the client reads too slowly for that."""
+        if self.flow.write_paused:
+            return False
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+class Outbox:
+    """What has to go out on one response. A slow reader holds up nobody: its events wait here.
+
+    Args:
+        scope: of the request; says whether its connection can be written to directly.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        is_chunked = scope.get("http_version") == "1.1" and scope["method"] != "HEAD"
+        self._write: WriteBody | None = scope.get("extensions", {}).get(_EXTENSION) if is_chunked else None
+        self._backlog: list[bytes] = []
+        self._has_begun = False  # the first piece goes through ASGI, where middleware looks for it
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    def put(self, data: bytes) -> None:
+        """Send now if nothing waits, else after what does."""
+        if not data:
+            return
+        if self._has_begun and not self._backlog and self._write is not None and self._write(data):
+            return
+        self._backlog.append(data)
+        self._changed.set()
+
+    def end(self) -> None:
+        """Nothing more will be put."""
+        self._has_ended = True
+        self._changed.set()
+
+    async def run(self, send: Send) -> None:
+        """Send what waits, as fast as the client reads it; return when all of it is out and the end has come."""
+        while True:
+            num_waiting = len(self._backlog)
+            if num_waiting:
+                body = b"".join(self._backlog)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                del self._backlog[:num_waiting]  # only now, so that nothing overtakes it
+                self._has_begun = True
+            elif self._has_ended:
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()

@@ -33,6 +33,7 @@ class AttentionSpec:
         soft_cap: scores become cap * tanh(score / cap); None is off.
         q_norm_weight, k_norm_weight: fp32 [head_dim] RMSNorm per head before rope; None is off.
         norm_eps: of those norms.
+        k_scale, v_scale: what a number in an fp8 cache is multiplied by; other caches ignore them.
         rope_cos, rope_sin: fp32 [max_position, rotary_dim / 2], device, split-half layout; None is no rope.
     """
 
@@ -45,8 +46,14 @@ class AttentionSpec:
     q_norm_weight: torch.Tensor | None = None
     k_norm_weight: torch.Tensor | None = None
     norm_eps: float = 1e-6
+    k_scale: float = 1.0
+    v_scale: float = 1.0
     rope_cos: torch.Tensor | None = None
     rope_sin: torch.Tensor | None = None
+
+    def cache_scales(self, cache: torch.Tensor) -> tuple[float, float]:
+        """What keys and values read from this cache are multiplied by: 1 unless it holds 8-bit numbers."""
+        return (self.k_scale, self.v_scale) if cache.dtype.itemsize == 1 else (1.0, 1.0)
 
 
 class AttentionBackend(ABC):

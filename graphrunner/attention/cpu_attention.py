@@ -18,7 +18,8 @@ class CpuAttention(AttentionBackend):
 
     def forward(self, spec: AttentionSpec, qkv: torch.Tensor, kv: KVLayer, batch: ForwardBatch) -> torch.Tensor:
         # The kernel reads only visible keys; the twin, which other dtypes get, pays for every column.
-        page_table = batch.page_table if qkv.dtype is torch.float32 else used_columns(batch, kv)
+        is_served = qkv.dtype is torch.float32 and kv.k.dtype.itemsize > 1
+        page_table = batch.page_table if is_served else used_columns(batch, kv)
         return ops.rope_store_attention(
             qkv,
             spec.rope_cos,
@@ -37,4 +38,5 @@ class CpuAttention(AttentionBackend):
             spec.scale,
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
+            *spec.cache_scales(kv.k),
         )

@@ -79,10 +79,14 @@ class FlashInferAttention(AttentionBackend):
         if spec.rope_cos is not None and spec.rope_sin is not None:
             q = reference.apply_rope(q, spec.rope_cos, spec.rope_sin, batch.positions)
             k = reference.apply_rope(k, spec.rope_cos, spec.rope_sin, batch.positions)
-        reference.store_kv(k, v, kv.k, kv.v, batch.slot_mapping)
+        k_scale, v_scale = spec.cache_scales(kv.k)
+        reference.store_kv(k, v, kv.k, kv.v, batch.slot_mapping, k_scale, v_scale)
+        scales = {"k_scale": k_scale, "v_scale": v_scale} if kv.k.dtype.itemsize == 1 else {}
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         wrapper = self._planned(spec, step, kv, q.dtype)
-        out[: step.num_tokens] = wrapper.run(q[: step.num_tokens].contiguous(), (kv.k, kv.v))  # type: ignore[attr-defined]
+        out[: step.num_tokens] = wrapper.run(  # type: ignore[attr-defined]
+            q[: step.num_tokens].contiguous(), (kv.k, kv.v), **scales
+        )
         return out.flatten(1)
 
     def _planned(self, spec: AttentionSpec, step: _Step, kv: KVLayer, dtype: torch.dtype) -> object:

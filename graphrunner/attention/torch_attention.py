@@ -34,6 +34,7 @@ class TorchAttention(AttentionBackend):
             spec.scale,
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
+            *spec.cache_scales(kv.k),
         )
 
 

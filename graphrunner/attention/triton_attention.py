@@ -40,6 +40,7 @@ class TritonAttention(AttentionBackend):
     def forward(self, spec: AttentionSpec, qkv: torch.Tensor, kv: KVLayer, batch: ForwardBatch) -> torch.Tensor:
         metadata = batch.attention_metadata
         assert isinstance(metadata, gpu_ops.DecodeMetadata | gpu_ops.ExtendMetadata), "prepare_metadata was not called"
+        k_scale, v_scale = spec.cache_scales(kv.k)
         layer = gpu_ops.AttentionLayer(
             scale=spec.scale,
             cos=spec.rope_cos,
@@ -49,5 +50,7 @@ class TritonAttention(AttentionBackend):
             norm_eps=spec.norm_eps,
             sliding_window=spec.sliding_window or 0,
             soft_cap=spec.soft_cap or 0.0,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return gpu_ops.rope_store_attention(qkv, layer, kv.k, kv.v, metadata)

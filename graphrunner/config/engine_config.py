@@ -37,6 +37,14 @@ class LogFormat(Enum):
     JSON = "json"
 
 
+class KVCacheDtype(Enum):
+    """In which numbers keys and values are kept."""
+
+    AUTO = "auto"
+    FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"  # the same under its full name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
     """Which model, and how its weights come in."""
@@ -77,6 +85,8 @@ class CacheConfig:
     """Share of the card's memory that weights, graphs and pages may fill together."""
     cpu_kv_cache_mib: int = 512
     """Most MiB for the pages on a CPU, when num_pages is None."""
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    """Keep keys and values in the model's dtype (auto), or in e4m3: half the memory of bfloat16 for each token."""
     enable_prefix_caching: bool = True
     """Keep finished prompts' pages for requests that start the same way."""
 

@@ -43,7 +43,6 @@ ACCEPTED_WHEN_DEFAULT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "tensor_parallel_size": (1,),
         "pipeline_parallel_size": (1,),
-        "kv_cache_dtype": ("auto",),
         "swap_space": (0, 4),
         "disable_log_stats": (True, False),
         "enable_chunked_prefill": (True, None),

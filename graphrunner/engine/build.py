@@ -9,7 +9,14 @@ import torch
 
 from graphrunner.attention.backend import AttentionBackend, GraphSupport
 from graphrunner.attention.registry import create_attention
-from graphrunner.config.engine_config import CapturePolicy, EngineConfig, GraphBackend, LoadConfig, SchedulerConfig
+from graphrunner.config.engine_config import (
+    CapturePolicy,
+    EngineConfig,
+    GraphBackend,
+    KVCacheDtype,
+    LoadConfig,
+    SchedulerConfig,
+)
 from graphrunner.config.env import log_level
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.config.quantization import Quantization
@@ -64,6 +71,7 @@ _MAX_COMPILED_CPU_SIZE = 8
 
 _CUDA_TOKEN_BUDGET = 8192
 """Tokens a step at most, by default: a prompt's products are then large enough for the card's full rate."""
+_FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -135,7 +143,7 @@ class _Parts:
 
     def build(self, eos: frozenset[int]) -> tuple[ModelRunner, Scheduler, Speculation | None]:
         cache, limits = self.config.cache, self.limits
-        dtype = self.model.options.dtype
+        dtype = _cache_dtype(cache.kv_cache_dtype, self.model.options.dtype, self.device)
         max_drafts = _num_drafts(self.config)
         # The draft's layers live in the same pool, under the same page ids: one plan, one allocation.
         kv_spec = KVSpec(self.model.kv_spec.layers + (self.proposer.kv_spec.layers if self.proposer else ()))
@@ -351,6 +359,15 @@ def _capture(runner: ModelRunner) -> None:
     with Progress(transient=True, disable=not console.is_terminal, console=console) as progress:
         task = progress.add_task("capturing", total=None)
         runner.capture(lambda name, done, total: progress.update(task, description=name, completed=done, total=total))
+
+
+def _cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of keys and values in the pages."""
+    if wanted is KVCacheDtype.AUTO:
+        return model_dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_WITH_FP8:
+        raise ConfigError("kv_cache_dtype", wanted.value, "needs a card of compute capability 8.9 or newer")
+    return torch.float8_e4m3fn
 
 
 def _structured(tokenizer: Tokenizer | None, vocab_size: int, eos: frozenset[int]) -> StructuredOutputCompiler | None:

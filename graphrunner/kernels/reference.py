@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FP8_MAX = 448.0  # the largest float8_e4m3fn
 _TOKENS_PER_CHUNK = 64  # bounds the gathered keys of the attention twin to 64 * S * Hk * D elements
 
 
@@ -118,16 +119,42 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
     return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Write this step's keys and values into their slots, in place.
 
     Args:
         k, v: float [T, Hk, D].
-        k_cache, v_cache: float [num_pages, page_size, Hk, D].
+        k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D].
         slot_mapping: int64 [T]; page * page_size + offset. Padding tokens name a slot of page 0.
+        k_scale, v_scale: what a stored fp8 number is multiplied by.
     """
-    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k.to(k_cache.dtype)
-    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v.to(v_cache.dtype)
+    for values, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        _bits(cache).view(-1, *cache.shape[2:])[slot_mapping] = _bits(_to_cache(values, cache.dtype, scale))
+
+
+def _to_cache(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Round to the cache's dtype; fp8 saturates instead of overflowing to NaN."""
+    if dtype is not torch.float8_e4m3fn:
+        return values.to(dtype)
+    return (values.float() * (1.0 / scale)).clamp(-_FP8_MAX, _FP8_MAX).to(dtype)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """fp8 as bytes, which every device can index; the rest as it is."""
+    return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
+
+
+def _gathered(cache: Tensor, pages: Tensor) -> Tensor:
+    """Keys or values of page rows in order: float32 [T, S, Hk, D]."""
+    return _bits(cache)[pages.long()].view(cache.dtype).flatten(1, 2).float()
 
 
 def paged_attention(
@@ -141,6 +168,8 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of any mix of prefill chunks and decode rows over a paged cache.
 
@@ -148,7 +177,7 @@ def paged_attention(
 
     Args:
         q: float [T, Hq, D]; Hq is a multiple of Hk.
-        k_cache, v_cache: float [num_pages, page_size, Hk, D]; this step's keys are already stored.
+        k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; this step's keys are already stored.
         query_start_loc: int32 [R + 1]; tokens at or past its last entry are padding.
         seq_lens: int32 [R]; tokens, this step included.
         request_rows: int32 [R]; page-table row of each request.
@@ -156,6 +185,7 @@ def paged_attention(
         scale: multiplies the scores.
         sliding_window: a query sees at most this many last keys, itself included; 0 means all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 means no cap.
+        k_scale, v_scale: what a stored fp8 number is multiplied by; 1 for other caches.
 
     Returns:
         [T, Hq, D], dtype of q; zero for padding tokens.
@@ -174,9 +204,10 @@ def paged_attention(
     outputs = []
     for start in range(0, num_tokens, _TOKENS_PER_CHUNK):
         chunk = slice(start, start + _TOKENS_PER_CHUNK)
-        outputs.append(
-            _attend(q[chunk], k_cache, v_cache, last_position[chunk], rows[chunk], scale, sliding_window, soft_cap)
+        attended = _attend(
+            q[chunk], k_cache, v_cache, last_position[chunk], rows[chunk], scale * k_scale, sliding_window, soft_cap
         )
+        outputs.append((attended * v_scale).to(q.dtype))
     return torch.cat(outputs) if outputs else torch.empty_like(q)
 
 
@@ -190,7 +221,7 @@ def _attend(
     sliding_window: int,
     soft_cap: float,
 ) -> Tensor:
-    """Attend each token to the keys of its own page row, up to its own last position."""
+    """Attend each token to the keys of its own page row, up to its own last position; float32."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     position = torch.arange(pages.shape[1] * k_cache.shape[1], device=q.device)
@@ -198,8 +229,7 @@ def _attend(
     if sliding_window > 0:
         is_visible = is_visible & (position > last_position.unsqueeze(1) - sliding_window)
 
-    keys = k_cache[pages.long()].flatten(1, 2).float()
-    values = v_cache[pages.long()].flatten(1, 2).float()
+    keys, values = _gathered(k_cache, pages), _gathered(v_cache, pages)
     values = torch.where(is_visible[:, :, None, None], values, 0.0)
     grouped = q.float().reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("thgd,tshd->thgs", grouped, keys) * scale
@@ -207,7 +237,7 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = torch.where(is_visible[:, None, None, :], scores, float("-inf"))
     weights = torch.where(is_visible[:, None, None, :], scores.softmax(-1), 0.0)
-    return torch.einsum("thgs,tshd->thgd", weights, values).reshape(q.shape).to(q.dtype)
+    return torch.einsum("thgs,tshd->thgd", weights, values).reshape(q.shape)
 
 
 def rope_store_attention(
@@ -228,6 +258,8 @@ def rope_store_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """The attention block between the two projections: q/k norm, rope, KV store, paged attention.
 
@@ -251,7 +283,7 @@ def rope_store_attention(
     if cos is not None and sin is not None:
         q = apply_rope(q, cos, sin, positions)
         k = apply_rope(k, cos, sin, positions)
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     attended = paged_attention(
         q,
         k_cache,
@@ -263,5 +295,7 @@ def rope_store_attention(
         scale,
         sliding_window,
         soft_cap,
+        k_scale,
+        v_scale,
     )
     return attended.flatten(1)

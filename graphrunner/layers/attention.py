@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -30,6 +31,15 @@ class PagedAttention(nn.Module):
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from prefixed("", *self.norms)
+        yield WeightSlot("self_attn.k_scale", (), self._put_k_scale, is_optional=True)
+        yield WeightSlot("self_attn.v_scale", (), self._put_v_scale, is_optional=True)
+
+    # Scales are numbers of a launch, not memory: what was recorded before a reload keeps those it was made with.
+    def _put_k_scale(self, value: Tensor) -> None:
+        self.spec = replace(self.spec, k_scale=float(value))
+
+    def _put_v_scale(self, value: Tensor) -> None:
+        self.spec = replace(self.spec, v_scale=float(value))
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         return eager_break(self._attend, batch, qkv)

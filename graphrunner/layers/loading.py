@@ -21,12 +21,14 @@ class WeightSlot:
         shape: that it must have.
         put: takes the tensor; copies it, so the source may be a view of a mapped file.
         put_packed: takes a packed matrix; None where the checkpoint must hold plain numbers.
+        is_optional: whether a checkpoint may lack it.
     """
 
     name: str
     shape: tuple[int, ...]
     put: Callable[[Tensor], None]
     put_packed: Callable[[Weight], None] | None = None
+    is_optional: bool = False
 
 
 class HasWeightSlots(Protocol):
@@ -65,6 +67,7 @@ def fill_slots(slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor 
         else:
             raise ModelLoadError(f"tensor {name} is packed as {tensor.layout.value}, where plain numbers are needed")
         filled.add(name)
-    if waiting:
-        others = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
-        raise ModelLoadError(f"tensor {next(iter(waiting))} is missing{others}")
+    missing = [name for name, slot in waiting.items() if not slot.is_optional]
+    if missing:
+        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelLoadError(f"tensor {missing[0]} is missing{others}")

@@ -32,8 +32,7 @@ from graphrunner.weights.source import ModelSource, SourceKind
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 
 
-# Scales of the cache's keys and values, which a bf16 cache has no use for.
-_UNUSED_SCALES = (".k_scale", ".v_scale")
+_CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")  # of an fp8 cache; a packed checkpoint may have them
 
 
 class Rounding(StrEnum):
@@ -82,6 +81,10 @@ class _Target:
         on_cpu = math.prod(shape) * (self.dtype.itemsize if is_fp8 else 1)
         device_bytes = on_cpu if self.device.type == "cpu" else num_bytes
         return _Pending(f"{module.name}.weight", shape, num_bytes, device_bytes)
+
+    def plain(self, weight: Tensor) -> Tensor:
+        """Floats in the dtype wanted, integers as they are."""
+        return self.convert(weight) if weight.is_floating_point() else weight.to(self.device)
 
     def convert(self, weight: Tensor) -> Tensor:
         if self.round_to is not None:
@@ -187,7 +190,6 @@ def _iterate_safetensors(
     checkpoint = config.checkpoint_quantization
     if checkpoint is not None:
         plain, modules = split_packed(plain, checkpoint)
-        plain = {name: entry for name, entry in plain.items() if not name.endswith(_UNUSED_SCALES)}
     pending = {name: target.pending(name, entry.shape, entry.num_bytes) for name, entry in plain.items()}
     if checkpoint is not None:
         pending |= {name: target.pending_packed(module, checkpoint) for name, module in modules.items()}
@@ -199,7 +201,7 @@ def _iterate_safetensors(
     for entry, tensor in iterate_entries(wanted):
         name = weight_of[entry.name]
         if name not in modules or checkpoint is None:
-            yield name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
+            yield name, target.plain(tensor.reshape(()) if name.endswith(_CACHE_SCALES) else tensor)
             progress.add(pending[name])
             continue
         parts = arrived.setdefault(name, {})
@@ -224,7 +226,7 @@ def _iterate_pickle(
                 wanted.append((tensor, target.pending(name, tuple(tensor.shape), tensor.nbytes)))
     progress = _begin(source, config, target, [one for _, one in wanted], on_progress)
     for tensor, one in wanted:
-        yield one.name, target.convert(tensor) if tensor.is_floating_point() else tensor.to(target.device)
+        yield one.name, target.plain(tensor)
         progress.add(one)
 
 
@@ -281,7 +283,9 @@ def _begin(
 ) -> _Progress:
     """Check names, shapes and memory before the first byte of data is read."""
     if config.is_native:
-        _check_complete(source.name, expected_shapes(config), {one.name: one.shape for one in pending})
+        is_packed = config.checkpoint_quantization is not None
+        found = {one.name: one.shape for one in pending if not (is_packed and one.name.endswith(_CACHE_SCALES))}
+        _check_complete(source.name, expected_shapes(config), found)
     names = [str(target.dtype).removeprefix("torch.")]
     names += [target.quantization.value] if target.quantization is not Quantization.NONE else []
     checkpoint = config.checkpoint_quantization

@@ -107,33 +107,21 @@ def rope_store_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Normalise and rotate q and k, store k and v, attend. Args and result as reference.rope_store_attention.
 
-    The cache may be float32 or bfloat16; page_table may be a view whose rows are contiguous.
+    The kernel's cache is float32 or bfloat16, the twin's any; page_table may be a view whose rows are contiguous.
     Cost: reads the keys a request can see, whatever the width of the page table.
     """
-    is_served = _is_served(qkv) and k_cache.dtype in (torch.float32, torch.bfloat16)
-    attend = torch.ops.graphrunner.cpu_rope_store_attention.default if is_served else reference.rope_store_attention
-    return attend(
-        qkv,
-        cos,
-        sin,
-        q_norm_weight,
-        k_norm_weight,
-        norm_eps,
-        k_cache,
-        v_cache,
-        positions,
-        slot_mapping,
-        query_start_loc,
-        seq_lens,
-        request_rows,
-        page_table,
-        scale,
-        sliding_window,
-        soft_cap,
-    )
+    arguments = (
+        qkv, cos, sin, q_norm_weight, k_norm_weight, norm_eps, k_cache, v_cache, positions, slot_mapping,
+        query_start_loc, seq_lens, request_rows, page_table, scale, sliding_window, soft_cap,
+    )  # fmt: skip
+    if _is_served(qkv) and k_cache.dtype in (torch.float32, torch.bfloat16):
+        return torch.ops.graphrunner.cpu_rope_store_attention.default(*arguments)
+    return reference.rope_store_attention(*arguments, k_scale, v_scale)
 
 
 def argmax(logits: Tensor) -> Tensor:

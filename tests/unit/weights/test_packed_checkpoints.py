@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_writing import LAYOUTS, Layout, fp8_block, fp8_tensor, int4_group, write_folder, write_packed
+from safetensors.torch import save_file
 
 from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import ConfigError, ModelLoadError
@@ -74,6 +75,23 @@ def test_random_weights_come_in_the_layout_of_the_config(tmp_path, layout):
         assert isinstance(weight, Weight) == isinstance(dummy[name], Weight), name
         if isinstance(weight, Weight):
             assert weight.is_like(dummy[name]) and weight.scale.shape == dummy[name].scale.shape, name
+
+
+def test_scales_of_the_cache_reach_the_attention(tmp_path):
+    meaning = write_packed(tmp_path, LAYOUTS["ct-fp8-tensor"])
+    extra = {
+        "model.layers.1.self_attn.k_scale": torch.tensor([0.25]),
+        "model.layers.1.self_attn.v_scale": torch.tensor(2.0),
+    }
+    save_file(extra, tmp_path / "extra.safetensors")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(read(tmp_path)) == set(meaning) | set(extra)
+    specs = [layer.attention.spec for layer in load(tmp_path).layers]
+    assert [(spec.k_scale, spec.v_scale) for spec in specs] == [(1.0, 1.0), (0.25, 2.0)]
+    assert specs[1].cache_scales(torch.zeros(1)) == (1.0, 1.0)
+    assert specs[1].cache_scales(torch.zeros(1).to(torch.float8_e4m3fn)) == (0.25, 2.0)
 
 
 def test_merged_blocks_stay_blocks_where_parts_are_whole_blocks(tmp_path):

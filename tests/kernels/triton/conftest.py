@@ -1,6 +1,7 @@
 """Kernels run in Triton's interpreter where there is no GPU; the choice must be made before triton is imported."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,14 @@ def _cast_through_float32(self, src, dst_type):
 
 interpreter.InterpreterBuilder.create_si_to_fp = _cast_through_float32
 interpreter.InterpreterBuilder.create_ui_to_fp = _cast_through_float32
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU these tests run on it, so they are among its tests."""
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(pytest.mark.cuda)
 
 
 @pytest.fixture

@@ -1,11 +1,19 @@
 """Packed weights and an fp8 cache through the whole engine: the same tokens in any batch and by any recording."""
 
-import pytest
-from engine_driver import generate, greedy, prompts_of
+import json
 
+import pytest
+from engine_driver import VOCAB_SIZE, generate, greedy, prompts_of
+
+from graphrunner import LLM
 from graphrunner.config.engine_config import KVCacheDtype
 from graphrunner.core.errors import ConfigError
 
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": VOCAB_SIZE, "max_position_embeddings": 128, "eos_token_id": None, "bos_token_id": 1,
+}  # fmt: skip
 # 48 inputs have no int4 groups; int4 meets the engine in tests/engine/test_embedded.py.
 SETTINGS = {
     "int8": {"quantization": "int8"},
@@ -26,6 +34,26 @@ def test_same_tokens_however_it_runs(make_llm, setting: str) -> None:
         llm = make_llm(**options, decode_graph=decode_graph, decode_sizes=[2, 4], max_num_batched_tokens=12)
         assert generate(llm, prompts, greedy(6)) == expected
         assert generate(llm, prompts, greedy(6)) == expected  # the prefix cache's pages, read back
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "recording"), *(pytest.param("cuda", name, marks=pytest.mark.cuda) for name in ("full", "breakable"))],
+)
+@pytest.mark.parametrize("setting", [*SETTINGS, "int4"])
+def test_replays_agree_with_eager_under_poison(tmp_path, setting: str, device: str, backend: str) -> None:
+    """Every step of every kind twice, everything unreadable poisoned: at, below and above the captured sizes."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    options = SETTINGS.get(setting, {"quantization": setting})
+    llm = LLM(
+        str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device=device, num_threads=1, num_pages=200,
+        max_model_len=128, max_num_seqs=6, dtype="bfloat16" if device == "cuda" else "auto", check_graphs=True,
+        decode_graph=backend, prefill_graph=backend, decode_sizes=[1, 2, 5], prefill_sizes=[16, 48], **options,
+    )  # fmt: skip
+    with llm:
+        for lengths in ([3], [15], [16], [17, 2], [9, 17, 5], [4] * 5, [6] * 6):
+            generate(llm, prompts_of(lengths), greedy(4))
+        assert llm.graph_report().num_checked_steps > 15
 
 
 def test_an_fp8_cache_takes_a_quarter_of_float32(make_llm) -> None:

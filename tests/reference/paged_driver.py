@@ -30,13 +30,23 @@ class PagedDriver:
     it does not own is found out.
     """
 
-    def __init__(self, model, attention: AttentionBackend, *, num_pages=160, page_size=4, max_len=128, max_rows=9):
+    def __init__(
+        self,
+        model,
+        attention: AttentionBackend,
+        *,
+        num_pages=160,
+        page_size=4,
+        max_len=128,
+        max_rows=9,
+        cache_dtype=None,
+    ):
         self.model = model
         self.attention = attention
         self.page_size = page_size
         self.max_len = max_len
         dtype, device = model.options.dtype, model.options.device
-        self.pool = KVPool(model.kv_spec, num_pages, page_size, dtype, device)
+        self.pool = KVPool(model.kv_spec, num_pages, page_size, cache_dtype or dtype, device)
         self.pool.poison(float("nan"))
         self.page_table = torch.zeros(max_rows, -(-max_len // page_size), dtype=torch.int32, device=device)
         self.free_pages = list(range(1, num_pages))

@@ -46,5 +46,9 @@ format: $(READY)
 bench: $(READY)  ## the CPU table of docs/performance.md
 	$(BIN)/python benchmarks/cpu_decode.py
 
+docs: $(READY)  ## the site, in site/
+	$(BIN)/python scripts/generate_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -26,7 +26,7 @@ MAX_METADATA_PAIRS = 16
 _Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
-class TextPart(Body):
+class ItemText(Body):
     """A piece of text: of a user, or of an earlier reply that is sent back whole."""
 
     type: Literal["input_text", "output_text"]
@@ -37,7 +37,7 @@ class TextPart(Body):
 
 class MessageItem(Body):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart | RefusalPart]
+    content: str | list[ItemText | RefusalPart]
     type: Literal["message"] = "message"
     id: str | None = None
     status: _Status = None
@@ -60,7 +60,7 @@ class FunctionOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | list[ItemText]
     id: str | None = None
     status: _Status = None
 

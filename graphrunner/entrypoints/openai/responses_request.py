@@ -29,11 +29,11 @@ from graphrunner.entrypoints.openai.responses_body import (
     FunctionOutputItem,
     FunctionTool,
     InputItem,
+    ItemText,
     MessageItem,
     ReasoningItem,
     ResponsesBody,
     TextConfig,
-    TextPart,
 )
 from graphrunner.entrypoints.openai.responses_objects import FunctionCallItem as CallOut
 from graphrunner.entrypoints.openai.responses_objects import MessageItem as MessageOut
@@ -122,7 +122,7 @@ def client_error(error: ApiError | InvalidRequestError) -> ApiError:
     return known
 
 
-def _text_of(content: str | Sequence[TextPart | RefusalPart]) -> str:
+def _text_of(content: str | Sequence[ItemText | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from prompts import Prompt
@@ -73,11 +73,18 @@ class Target:
         self.embedding = self.weights["model.embed_tokens.weight"]
         self.head = self.embedding if self.config.tie_embeddings else self.weights["lm_head.weight"]
         self.norm_weight = self.weights["model.norm.weight"]
-        self.tokenizer = _tokenizer(source.path)
+        self._path = source.path
         table = rotary_table(
             self.config.rope, self.config.head_dim, self.config.max_position, self.config.max_position, device
         )
         self.cos, self.sin = table.cos, table.sin
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one that comes with the weights."""
+        if self._path.is_file():
+            return tokenizer_from_gguf(GGUFFile(self._path).metadata, self._path.name)
+        return tokenizer_from_hf(self._path)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm."""
@@ -194,7 +201,3 @@ def _between_turns(tokenizer: Tokenizer, config: ModelConfig) -> tuple[str, str]
     for end in config.eos_token_ids:
         between = between.removeprefix(tokenizer.decode([end], skip_special_tokens=False))
     return between, after
-
-
-def _tokenizer(path: Path) -> Tokenizer:
-    return tokenizer_from_gguf(GGUFFile(path).metadata, path.name) if path.is_file() else tokenizer_from_hf(path)

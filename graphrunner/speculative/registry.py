@@ -13,6 +13,7 @@ from graphrunner.speculative.proposer import Proposer, Target
 PROPOSERS: Mapping[str, str] = MappingProxyType(
     {
         "ngram": "graphrunner.speculative.ngram",
+        "draft_model": "graphrunner.speculative.draft_model",
         "eagle": "graphrunner.speculative.eagle",
         "mtp": "graphrunner.speculative.mtp",
         "frozen_kv_mtp": "graphrunner.speculative.frozen_kv_mtp",

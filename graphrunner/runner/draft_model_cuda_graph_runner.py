@@ -1,0 +1,94 @@
+"""The k steps of a separate draft model in one recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.execution.backend import ExecutionBackend
+from graphrunner.runner.base_draft_runner import BaseDraftRunner
+from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.runner_context import RunnerContext
+
+DraftStep = Callable[[ForwardBatch, ForwardVariant], torch.Tensor]
+"""A uniform batch of one or two tokens a request, and the variant -> the token after each request's last, int32 [R]."""
+
+
+class DraftModelCudaGraphRunner(BaseDraftRunner):
+    """Takes a decode batch (see `draft_batch`). The drafts go to `RequestTable.draft_tokens`.
+
+    The first step computes the newest token and the one before it: when all drafts of the round before stood, the last
+    of them was never fed to the draft, and its KV is missing. Each further step computes the draft before.
+
+    Args:
+        step: one forward of the draft, with the pick after it.
+        num_drafts: k, at least 1.
+    """
+
+    def __init__(
+        self,
+        context: RunnerContext,
+        backend: ExecutionBackend,
+        account: GraphAccount,
+        sizes: Sequence[int],
+        *,
+        step: DraftStep,
+        num_drafts: int,
+        is_lazy: bool = False,
+        is_poisoning: bool = False,
+    ) -> None:
+        name = f"draft_model_{num_drafts}"
+        super().__init__(
+            context, backend, account, sizes, widths=(1,), width_inside=2, name=name, is_lazy=is_lazy,
+            is_poisoning=is_poisoning,
+        )  # fmt: skip
+        self._step, self._num_drafts = step, num_drafts
+        self._before_last = torch.zeros(self.max_reqs, dtype=torch.int32, device=context.device)
+        self._ends = torch.arange(self.max_reqs, dtype=torch.int64, device=context.device) * 2 + 1
+
+    def take(self, before_last: torch.Tensor) -> None:
+        """Copy in the token before each row's newest one, int32 [R], in batch order. Sync: none."""
+        self._before_last[: before_last.shape[0]].copy_(before_last)
+
+    def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
+        """Draft, step by step. In graph."""
+        num_reqs, table = views.num_reqs, self.context.table
+        is_real = views.request_rows > 0
+        newest = table.num_computed.index_select(0, views.request_rows)
+        last = table.last_token.index_select(0, views.request_rows)
+        self.place_tokens(views, (newest - 1).clamp(min=0))
+        views.input_ids.copy_(torch.stack((self._before_last[:num_reqs], last), dim=1).flatten())
+        views.logits_indices.copy_(self._ends[:num_reqs])
+        drafts = [self._step(views, variant)]
+        single = self._single(views)
+        for place in range(1, self._num_drafts):
+            self.place_tokens(single, newest + place)
+            single.input_ids.copy_(torch.where(is_real, drafts[-1], 0))
+            drafts.append(self._step(single, variant))
+        self.store_drafts(views.request_rows, drafts)
+        return ModelOutput(token_ids=drafts[-1])
+
+    def poison_inputs(self, value: int) -> None:
+        """See `BaseDraftRunner.poison_inputs`."""
+        self._before_last.fill_(value)
+
+    def _single(self, views: ForwardBatch) -> ForwardBatch:
+        """Views of one token a request over the same buffers."""
+        num_reqs = views.num_reqs
+        single = replace(
+            views,
+            mode=ForwardMode.DECODE,
+            input_ids=views.input_ids[:num_reqs],
+            positions=views.positions[:num_reqs],
+            slot_mapping=views.slot_mapping[:num_reqs],
+            query_start_loc=self._starts[: num_reqs + 1],
+            num_tokens=num_reqs,
+            max_query_len=1,
+        )
+        return with_metadata(single)

@@ -16,7 +16,9 @@ MAX_FUSED_ROWS = 16
 MAX_SKINNY_ROWS = ROW_BUCKETS[-1]
 _MAX_VECTOR_ROWS = 4
 _MIN_BLOCK_K = 64
-_LARGEST_FUSED_BYTES = 12 << 20  # measured on an H200 at 16 rows: above it the library is faster
+_MAX_DEFAULT_SKINNY_ROWS = 64  # measured on an H200: above it the library is as fast or faster
+_LARGEST_FUSED_BYTES = 12 << 20  # measured on an H200 at 16 rows: above it the skinny kernel is faster
+_SKINNY_RING_BYTES = 96 << 10
 
 
 class LinearMode(IntEnum):
@@ -115,13 +117,15 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
     )
 
 
-def default_config(shape: LinearShape, num_rows: int, dtype: torch.dtype) -> LinearConfig:
+def default_config(
+    shape: LinearShape, num_rows: int, dtype: torch.dtype, num_multiprocessors: int = 132
+) -> LinearConfig:
     """A reasonable configuration for a shape nobody measured.
 
     Tiles of about 32 KiB, deep enough to keep the memory busy; the library where a tile would be ragged.
     """
     divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
-    if divisor < _MIN_BLOCK_K or shape.num_outputs < 64 or num_rows > MAX_FUSED_ROWS:
+    if divisor < _MIN_BLOCK_K or shape.num_outputs < 64 or num_rows > _MAX_DEFAULT_SKINNY_ROWS:
         return LIBRARY_CONFIG
     if num_rows <= 1 or (num_rows <= 2 and dtype.itemsize == 4):
         block_n = min(max(1, 4096 // shape.num_inputs), runtime.largest_power_of_two_divisor(shape.num_outputs))
@@ -134,11 +138,27 @@ def default_config(shape: LinearShape, num_rows: int, dtype: torch.dtype) -> Lin
         # A float16 row times the norm weight could overflow before the norm's factor is applied.
         return LIBRARY_CONFIG
     num_bytes = shape.num_outputs * shape.num_inputs * dtype.itemsize * (2 if shape.mode is LinearMode.GATED else 1)
-    if num_rows > 8 and num_bytes > _LARGEST_FUSED_BYTES:
-        return LIBRARY_CONFIG
+    if num_rows > MAX_FUSED_ROWS or (num_rows > 8 and num_bytes > _LARGEST_FUSED_BYTES):
+        block_k = min(divisor, 64 if shape.mode is LinearMode.GATED else 128)
+        return _default_skinny(shape, num_rows, block_k, num_multiprocessors)
     slices = 4 if divisor >= 4 * _MIN_BLOCK_K else 1
     block_k = min(divisor // slices, 128 if shape.mode is not LinearMode.GATED else 64)
     return LinearConfig(LinearKind.MMA, 16, block_k, slices, num_warps=4, num_stages=4)
+
+
+def _default_skinny(shape: LinearShape, num_rows: int, block_k: int, num_multiprocessors: int) -> LinearConfig:
+    """Tiles of 64 weight rows; K cut until the card is about full; a ring that leaves room for a second program."""
+    is_gated, tiles = shape.mode is LinearMode.GATED, -(-shape.num_outputs // 64)
+    slices = 1
+    while (
+        shape.mode is not LinearMode.ARGMAX
+        and tiles * slices < 0.7 * num_multiprocessors
+        and shape.num_inputs % (4 * slices * block_k) == 0
+    ):
+        slices *= 2
+    stage_bytes = (128 if is_gated else 64) * block_k * 2 + max(16, num_rows) * block_k * 2
+    num_stages = max(2, min(_SKINNY_RING_BYTES // stage_bytes, shape.num_inputs // (slices * block_k)))
+    return LinearConfig(LinearKind.SKINNY, 64, block_k, slices, num_stages=num_stages, block_b=64)
 
 
 def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> LinearConfig:
@@ -152,13 +172,23 @@ def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device:
     """
     if num_rows > MAX_SKINNY_ROWS:
         return LIBRARY_CONFIG
-    key = config_key(device, dtype, shape, num_rows)
-    config = _overrides.get(key)
-    if config is None and key in TUNED_LINEAR:
-        config = config_from_row(TUNED_LINEAR[key])
+    config = _measured_config(shape, num_rows, dtype, device)
     if config is not None and dtype is not torch.float16 and is_valid(config, shape, num_rows, dtype):
         return config
-    return default_config(shape, num_rows, dtype)
+    return default_config(shape, num_rows, dtype, runtime.num_multiprocessors(device))
+
+
+def _measured_config(
+    shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> LinearConfig | None:
+    """What was measured at this number of rows, or at the next larger one that was."""
+    for rows in ROW_BUCKETS[ROW_BUCKETS.index(row_bucket(num_rows)) :]:
+        key = config_key(device, dtype, shape, rows)
+        if key in _overrides:
+            return _overrides[key]
+        if key in TUNED_LINEAR:
+            return config_from_row(TUNED_LINEAR[key])
+    return None
 
 
 def config_from_row(row: tuple[str | int, ...]) -> LinearConfig:

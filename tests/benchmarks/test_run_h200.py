@@ -4,14 +4,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
 from marks import MARKS
-from result_rows import Row, load_rows, merged, save_rows, sort_key
+from result_rows import Row, RowSink, load_rows, merged, save_rows, sort_key
 from run_h200 import PLAN, SAFER, Part, PartRun, Results, parts
+from worker import Measurement, run_tasks
 from workload import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def threads_restored() -> Iterator[None]:
+    """The tiny shape runs on one thread, which is nobody else's business."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,18 +31,26 @@ def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_every_part_runs_on_a_tiny_shape(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--only", "decode,prefill,offline,nano,replay,graph_gain", "--commit", "abc")
+def test_one_command_runs_a_part_and_saves_it(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--only", "nano", "--commit", "abc")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row.name: row for row in load_rows(tmp_path / "h200.json")}
+    rows = load_rows(tmp_path / "h200.json")
+    assert {row.name for row in rows} == {"nano/tiny/batch1", "nano/tiny/batch4", "ceiling/read", "ceiling/matmul"}
+    assert {row.commit for row in rows} == {"abc"}
+    assert all(row.name in done.stdout for row in rows)
+
+
+def test_every_task_runs_on_a_tiny_shape(tmp_path: Path, threads_restored: None) -> None:
+    file = tmp_path / "rows.jsonl"
+    measurement = Measurement("tiny", "cpu", {}, RowSink(file))
+    assert run_tasks(measurement, ["decode", "prefill", "nano", "offline", "replay", "graph_gain"]) == 0
+    items = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = {item["row"]["name"] for item in items if "row" in item}
     expected = {"decode/tiny/batch1", "bare/tiny/batch4", "host_share/tiny", "ttft/tiny", "prefill4/tiny"}
-    expected |= {"offline/tiny", "nano/tiny/batch4", "small_prefill/tiny/8", "ceiling/read"}
-    assert expected <= set(rows)
-    assert {row.commit for row in rows.values()} == {"abc"}
-    assert all(name in done.stdout for name in rows)
-    profile = json.loads((tmp_path / "h200_profile.json").read_text())
+    assert expected | {"offline/tiny", "nano/tiny/batch4", "small_prefill/tiny/8", "ceiling/read"} <= rows
+    profiles = {name: value for item in items for name, value in item.get("profile", {}).items()}
     for name in ("decode/tiny/batch1", "prefill/tiny/1x24"):
-        assert profile[name]["kernels"], "a step consists of something"
+        assert profiles[name]["kernels"], "a step consists of something"
 
 
 def test_parts_of_two_runs_end_up_in_one_file(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ class AttentionName(Enum):
 _BY_DEVICE = {"cpu": AttentionName.CPU, "cuda": AttentionName.TRITON}
 
 
-def create_attention(device: torch.device, name: AttentionName = AttentionName.AUTO) -> AttentionBackend:
+def create_attention(
+    device: torch.device, name: AttentionName = AttentionName.AUTO, *, is_batch_invariant: bool = False
+) -> AttentionBackend:
     """The backend called `name`, or the one for `device`; its libraries are imported now and not before.
 
     Raises:
@@ -38,12 +40,12 @@ def create_attention(device: torch.device, name: AttentionName = AttentionName.A
         _require_device(name, device, "cpu")
         from graphrunner.attention.cpu_attention import CpuAttention
 
-        return CpuAttention()
+        return CpuAttention(is_batch_invariant)
     _require_device(name, device, "cuda")
     if name is AttentionName.TRITON:
         from graphrunner.attention.triton_attention import TritonAttention
 
-        return TritonAttention()
+        return TritonAttention(is_batch_invariant)
     from graphrunner.attention.flashinfer_attention import FlashInferAttention
 
     try:

@@ -12,15 +12,23 @@ from graphrunner.kernels.triton.decode_attention import MAX_QUERY_WIDTH
 
 
 class TritonAttention(AttentionBackend):
-    """Which kernel runs follows from the mode and the padded counts alone, so a graph key fixes it."""
+    """Which kernel runs follows from the mode and the padded counts alone, so a graph key fixes it.
+
+    Args:
+        is_batch_invariant: one kernel with one tile for prompts and decode rows alike, no split of the sequence: the
+            same bits for a token wherever it is computed. Long sequences decode more slowly.
+    """
 
     name = "triton"
     graph_support = GraphSupport.ALWAYS
 
+    def __init__(self, is_batch_invariant: bool = False) -> None:
+        self._is_batch_invariant = is_batch_invariant
+
     def prepare_metadata(self, batch: ForwardBatch) -> gpu_ops.DecodeMetadata | gpu_ops.ExtendMetadata:
         """Views of the batch, no copies: inside a graph they are the static buffers."""
         is_uniform = batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY)
-        if is_uniform and batch.num_tokens <= batch.num_reqs * MAX_QUERY_WIDTH:
+        if is_uniform and batch.num_tokens <= batch.num_reqs * MAX_QUERY_WIDTH and not self._is_batch_invariant:
             return gpu_ops.DecodeMetadata(
                 positions=batch.positions,
                 slot_mapping=batch.slot_mapping,
@@ -35,6 +43,7 @@ class TritonAttention(AttentionBackend):
             request_rows=batch.request_rows,
             page_table=batch.page_table,
             query_start_loc=batch.query_start_loc,
+            has_fixed_tiles=self._is_batch_invariant,
         )
 
     def forward(self, spec: AttentionSpec, qkv: torch.Tensor, kv: KVLayer, batch: ForwardBatch) -> torch.Tensor:

@@ -67,6 +67,8 @@ class LoadConfig:
     """Run model code that comes with a checkpoint."""
     allow_pickle: bool = False
     """Accept pickled checkpoints, which can run code when read."""
+    deterministic: bool = False
+    """The same tokens for a request alone, in any batch, in graph or eager, chunked or not; slower prompts."""
     model_impl: str = "auto"
     """auto, native, or transformers (any Hugging Face causal LM through the fallback)."""
     seed: int = 0

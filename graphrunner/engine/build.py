@@ -25,6 +25,7 @@ from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import KVLayer
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.engine.check.graph_check import GraphCheck
+from graphrunner.engine.determinism import require_deterministic
 from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.llm_engine import LLMEngine
 from graphrunner.engine.memory_plan import plan_num_pages
@@ -97,6 +98,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     # Padding of a verify step stands at positions past the context limit.
     num_positions = limits.max_model_len + _num_drafts(config)
     model = _load(config.load, source, model_config, device, num_positions)
+    require_deterministic(config, model, device)
     tokenizer = load_tokenizer(config.load, source)
     eos = frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
     structured = _structured(tokenizer, model_config.vocab_size, eos)
@@ -158,9 +160,10 @@ class _Parts:
         table = RequestTable(num_rows, -(-max_seq_len // cache.page_size), self.device, max_drafts)
         sampler = Sampler(self.model_config.vocab_size, num_rows, self.device, self.structured)
         verifier = Verifier(sampler)
-        attention = create_attention(self.device)
+        is_invariant = self.config.load.deterministic
+        attention = create_attention(self.device, is_batch_invariant=is_invariant)
         needs = self.proposer.needs if self.proposer else TargetNeeds()
-        forward = StepForward(self.model, sampler, verifier, needs)
+        forward = StepForward(self.model, sampler, verifier, needs, is_batch_invariant=is_invariant)
         context = RunnerContext(
             forward, forward.tail, table, target_layers, attention, self.device, cache.page_size, max_seq_len,
             needs_hidden_states=needs.hidden_states or bool(needs.aux_layers),

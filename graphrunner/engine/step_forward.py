@@ -8,6 +8,7 @@ from graphrunner.core.active_batch import active_batch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.kernels.batch_invariance import batch_invariant
 from graphrunner.models.registry import LanguageModel
 from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.verifier import Verifier, accept
@@ -20,19 +21,37 @@ class StepForward:
     Args:
         verifier: accepts the drafts of VERIFY steps.
         needs: what a proposer reads of every step.
+        is_batch_invariant: run with kernels whose result for a row depends on that row alone.
     """
 
     def __init__(
-        self, model: LanguageModel, sampler: Sampler, verifier: Verifier, needs: TargetNeeds | None = None
+        self,
+        model: LanguageModel,
+        sampler: Sampler,
+        verifier: Verifier,
+        needs: TargetNeeds | None = None,
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
         self._model = model
         self._sampler = sampler
         self._verifier = verifier
         self._needs = needs or TargetNeeds()
+        self._is_batch_invariant = is_batch_invariant
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """See `ForwardVariant` for what comes back. In graph: yes."""
+        with batch_invariant(self._is_batch_invariant):
+            return self._run(batch, variant)
+
+    @torch.inference_mode()
+    def tail(self, hidden_rows: torch.Tensor) -> ModelOutput:
+        """Logits of hidden rows, outside the graph."""
+        with batch_invariant(self._is_batch_invariant):
+            return ModelOutput(logits=self._model.logits(hidden_rows))
+
+    def _run(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         is_hidden = variant is ForwardVariant.HIDDEN
         keeps_hidden = is_hidden or self._needs.hidden_states
         taps = dict.fromkeys(self._needs.aux_layers, batch.positions)
@@ -60,8 +79,3 @@ class StepForward:
         if drafts is not None:
             return self._verifier.accept_in_graph(logits, batch.request_rows, batch.positions, drafts, variant)
         return self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant), None
-
-    @torch.inference_mode()
-    def tail(self, hidden_rows: torch.Tensor) -> ModelOutput:
-        """Logits of hidden rows, outside the graph."""
-        return ModelOutput(logits=self._model.logits(hidden_rows))

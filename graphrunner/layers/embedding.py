@@ -111,4 +111,4 @@ class LMHead(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         logits = ops.norm_linear(rows, self.norm.weight, self.norm.eps, self.packed, None).float()
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits if self.soft_cap is None else ops.soft_cap(logits, self.soft_cap)

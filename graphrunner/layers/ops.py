@@ -5,6 +5,7 @@ Shape legend as in kernels/reference.py: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from graphrunner.kernels import reference
+from graphrunner.kernels.batch_invariance import is_batch_invariant
+from graphrunner.kernels.cpu import invariant_ops
 from graphrunner.kernels.cpu import ops as cpu_ops
 from graphrunner.kernels.packed_weight import Weight, WeightLayout, dequantize
 
@@ -29,6 +32,17 @@ def _packed_kernels() -> ModuleType:
     from graphrunner.kernels.triton import quantized_linear
 
     return quantized_linear
+
+
+@cache
+def _invariant_gpu_kernels() -> ModuleType:
+    from graphrunner.kernels.triton import invariant_linear
+
+    return invariant_linear
+
+
+def _invariant_kernels(x: Tensor) -> ModuleType:
+    return _invariant_gpu_kernels() if x.is_cuda else invariant_ops
 
 
 def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -50,6 +64,8 @@ def embedding(input_ids: Tensor, table: Tensor, scale: float, dtype: torch.dtype
 
 def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """rms_norm(x) @ weight.T + bias; no norm when norm_weight is None. [T, K] -> [T, N], dtype of x."""
+    if is_batch_invariant():
+        return _invariant_kernels(x).norm_linear(x, norm_weight, eps, weight, bias)
     if _on_cpu(x, weight):
         return cpu_ops.norm_linear(x, norm_weight, eps, weight.data, bias, weight.scale)
     if x.is_cuda and weight.is_dense:
@@ -61,7 +77,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
 
 def norm_linear_argmax(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight) -> Tensor | None:
     """The index of each row's largest output, int32 [T]; None where no kernel finds it while it multiplies."""
-    if not x.is_cuda:
+    if not x.is_cuda or is_batch_invariant():
         return None
     reduce_argmax = _gpu_kernels().reduce_argmax
     if weight.is_dense:
@@ -71,6 +87,8 @@ def norm_linear_argmax(x: Tensor, norm_weight: Tensor | None, eps: float, weight
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:
     """act(gate) * up of rms_norm(x); rows of the weight [2N, K] are [gate; up]. [T, K] -> [T, N]."""
+    if is_batch_invariant():
+        return _invariant_kernels(x).norm_gate_up(x, norm_weight, eps, gate_up_weight, activation)
     if _on_cpu(x, gate_up_weight):
         return cpu_ops.norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation, gate_up_weight.scale)
     if x.is_cuda and gate_up_weight.is_dense:
@@ -82,6 +100,8 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weig
 
 def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + x @ weight.T + bias. [T, K], [T, N] -> [T, N]. May write into `residual`: use only the result."""
+    if is_batch_invariant():
+        return _invariant_kernels(x).linear_residual(x, weight, bias, residual)
     if _on_cpu(x, weight):
         return cpu_ops.linear_residual(x, weight.data, bias, residual, weight.scale)
     if x.is_cuda and weight.is_dense:
@@ -113,4 +133,14 @@ def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """act(gate) * up where the projection had a bias and could not be fused. [T, 2N] -> [T, N]."""
     gate, up = gate_up.chunk(2, dim=-1)
     functional = torch.nn.functional
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+    act = functional.silu if activation == "silu" else lambda x: functional.gelu(x, approximate="tanh")
+    return _each(act, gate) * up
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), same shape and dtype."""
+    return cap * _each(torch.tanh, logits / cap)
+
+
+def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return invariant_ops.elementwise(function, x) if is_batch_invariant() and not x.is_cuda else function(x)

@@ -53,6 +53,7 @@ class ExtendMetadata:
     Attributes:
         positions, slot_mapping, seq_lens, request_rows, page_table: as DecodeMetadata.
         query_start_loc: int32 [R + 1], device; tokens at or past its last entry are padding.
+        has_fixed_tiles: tiles of one size however many tokens there are, so that a token's sums keep their order.
     """
 
     positions: Tensor
@@ -61,6 +62,7 @@ class ExtendMetadata:
     request_rows: Tensor
     page_table: Tensor
     query_start_loc: Tensor
+    has_fixed_tiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)

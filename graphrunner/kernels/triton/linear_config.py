@@ -63,6 +63,7 @@ class LinearConfig:
         trigger: 1 lets the next kernel start after the first tile's loads, 0 at this kernel's end.
         block_b: rows of x a program multiplies at most (SKINNY only).
         ahead_bytes: of each weight row, asked for before the wait (SKINNY only).
+        has_fixed_rows: tiles of `block_b` rows however few there are (SKINNY only).
     """
 
     kind: LinearKind
@@ -75,6 +76,7 @@ class LinearConfig:
     trigger: int = 1
     block_b: int = 64
     ahead_bytes: int = 0
+    has_fixed_rows: bool = False
 
 
 LIBRARY_CONFIG = LinearConfig(LinearKind.LIBRARY)

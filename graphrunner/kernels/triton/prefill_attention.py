@@ -24,6 +24,9 @@ from graphrunner.kernels.triton.attention_common import (
 )
 from graphrunner.kernels.triton.decode_attention import attend_single_tokens
 
+FIXED_TILE_ROWS = 64
+"""Between a decode row's one and a prompt's 128, for steps whose tiles must not depend on their size."""
+
 
 @triton.jit
 def _rope_store_kernel(
@@ -228,7 +231,10 @@ def extend_attention(
     padded_group = triton.next_power_of_2(num_q_heads // num_kv_heads)
     padded_dim = triton.next_power_of_2(head_dim)
     is_small = qkv.dtype.itemsize == 2 and padded_dim <= 128
-    num_rows = max(128 if is_small and num_tokens > 64 else 16, padded_group)
+    wanted_rows = 128 if is_small and num_tokens > 64 else 16
+    if metadata.has_fixed_tiles:
+        wanted_rows = FIXED_TILE_ROWS if is_small else 16
+    num_rows = max(wanted_rows, padded_group)
     tokens_per_tile = num_rows // padded_group
     pdl = runtime.use_dependent_launch(qkv.device)
     grid = (triton.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)

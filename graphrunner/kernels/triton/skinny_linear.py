@@ -108,6 +108,8 @@ def _arrivals(device: torch.device) -> Tensor:
 
 def row_block(config: LinearConfig, num_rows: int) -> int:
     """Rows of x a program multiplies."""
+    if config.has_fixed_rows:
+        return config.block_b
     return min(config.block_b, max(16, triton.next_power_of_2(num_rows)))
 
 

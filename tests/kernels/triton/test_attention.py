@@ -196,3 +196,34 @@ def test_dummy_row_decodes_without_harm(device):
     qkv = torch.cat((step.qkv, torch.full_like(step.qkv, float("nan"))))
     out = rope_store_attention(qkv, step.layer, step.k_cache, step.v_cache, metadata)
     torch.testing.assert_close(out[:1], wanted, atol=1e-4, rtol=1e-4)
+
+
+def _fixed(step: Step) -> ExtendMetadata:
+    return ExtendMetadata(
+        step.positions, step.slot_mapping, step.seq_lens, step.request_rows, step.page_table, step.query_start_loc,
+        has_fixed_tiles=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [({}, torch.float32), ({"sliding_window": 5}, torch.bfloat16), ({"soft_cap": 2.0}, torch.bfloat16)],
+    ids=["plain", "window", "cap"],
+)
+def test_attention_of_a_token_is_the_same_in_a_prompt_a_chunk_and_a_decode_step(fields, dtype, device):
+    torch.manual_seed(1)
+    step = Step([21, 2], [0, 9], device, dtype=dtype, **fields)
+    expected, _ = step.expected()
+    qkv = step.qkv.clone()
+    whole = rope_store_attention(step.qkv, step.layer, step.k_cache, step.v_cache, _fixed(step))
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(whole.float(), expected, atol=tolerance, rtol=tolerance)
+    for first, length in ((0, 7), (7, 1), (8, 12), (20, 1)):
+        rows = slice(first, first + length)
+        part = ExtendMetadata(
+            step.positions[rows], step.slot_mapping[rows],
+            torch.tensor([first + length], dtype=torch.int32, device=device), step.request_rows[:1], step.page_table,
+            torch.tensor([0, length], dtype=torch.int32, device=device), has_fixed_tiles=True,
+        )  # fmt: skip
+        found = rope_store_attention(qkv[rows].clone(), step.layer, step.k_cache, step.v_cache, part)
+        assert torch.equal(found, whole[rows]), (first, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,17 @@ class _NamesRequest(logging.Filter):
         record.request_id = request_id
         record.request = f" [{request_id}]" if request_id else ""
         return True
+
+
+class _ToStderr(logging.Handler):
+    """Writes to whatever stderr is when a line comes: a program may have changed or closed the one of the start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:  # a log that cannot be written stops nothing
+            self.handleError(record)
 
 
 class _JsonLines(logging.Formatter):
@@ -54,7 +66,7 @@ def setup_logging(level: str = "warning", log_format: LogFormat = LogFormat.TEXT
     root = logging.getLogger(_ROOT)
     handler = next((handler for handler in root.handlers if handler.name == _ROOT), None)
     if handler is None:
-        handler = logging.StreamHandler()
+        handler = _ToStderr()
         handler.name = _ROOT
         handler.addFilter(_NamesRequest())
         root.addHandler(handler)

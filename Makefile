@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup browser demo test test-all test-cuda check format bench docs clean
+.PHONY: setup browser npm-client demo test test-all test-cuda check format bench docs clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -18,6 +18,9 @@ $(READY): pyproject.toml constraints.txt
 
 browser:  ## Chromium for the tests of the page, from the system's own packages
 	command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium)
+
+npm-client:  ## the openai package of npm, for the test that runs it against our server
+	cd tests/npm && npm install --silent --no-audit --no-fund --no-package-lock
 
 demo: $(READY)  ## load the embedded model and generate text
 	$(BIN)/graphrunner generate --prompt "What is the capital of Italy? Answer in one sentence." --chat --temperature 0

@@ -26,7 +26,7 @@ def profile_call(call: Callable[[], object], device: str, num_steps: int = 1) ->
     is_gpu = device == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if is_gpu else torch.profiler.ProfilerActivity.CPU
     synchronize(device)
-    with torch.profiler.profile(activities=[activity]) as profiler:
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
         call()
         synchronize(device)
     kind = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU

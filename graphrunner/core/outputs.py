@@ -28,7 +28,8 @@ class ModelOutput:
             or when a proposer reads them.
         aux_hidden_states: model dtype [num_tokens, n * hidden_size], device; outputs of n inner layers, for a proposer.
 
-    Aliasing: tensors of a graph runner live in graph memory until that runner's next `execute`.
+    Aliasing: tensors of a graph runner live in graph memory, which the next `execute` of any runner of the same pool
+    may overwrite.
     """
 
     logits: torch.Tensor | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
 import torch
 
 from graphrunner.device.device import Device, DeviceKind, Fence, GraphPool, Stream
+from graphrunner.device.memory_range import HostRange, MemoryRange
 from graphrunner.device.tape_graph import TapePool
 
 
@@ -43,6 +44,26 @@ class CpuDevice(Device):
     def reserved_bytes(self) -> int:
         """See `Device.reserved_bytes`."""
         return 0
+
+    def used_bytes(self) -> int:
+        """See `Device.used_bytes`."""
+        return int(psutil.Process().memory_info().rss)
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """See `Device.peak_bytes`."""
+        work()
+        return 0
+
+    def trim(self) -> None:
+        """See `Device.trim`."""
+
+    def memory_range(self, num_bytes: int) -> MemoryRange:
+        """See `Device.memory_range`."""
+        return HostRange(num_bytes)
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Device.unowned`."""
+        return tensor
 
     def fence(self) -> Fence:
         """See `Device.fence`."""

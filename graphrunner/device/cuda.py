@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
+from graphrunner.device.cuda_driver import DriverError, cuda_driver
 from graphrunner.device.device import Device, DeviceGraph, DeviceKind, Fence, GraphPool, Stream
+from graphrunner.device.memory_range import FixedRange, MemoryRange
+from graphrunner.device.virtual_memory import VirtualRange, tensor_at
 
 
 class _CudaFence(Fence):
@@ -138,6 +141,41 @@ class CudaDevice(Device):
     def reserved_bytes(self) -> int:
         """See `Device.reserved_bytes`."""
         return torch.cuda.memory_reserved(self.torch_device)
+
+    def used_bytes(self) -> int:
+        """See `Device.used_bytes`."""
+        return self.total_bytes() - self.free_bytes()
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """See `Device.peak_bytes`. Counted in what the allocator took from the driver, so with its rounding."""
+        self.synchronize()
+        self.trim()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = self.reserved_bytes()
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_reserved(self.torch_device) - before
+
+    def trim(self) -> None:
+        """See `Device.trim`."""
+        torch.cuda.empty_cache()
+
+    def memory_range(self, num_bytes: int) -> MemoryRange:
+        """See `Device.memory_range`."""
+        assert self.torch_device.index is not None
+        torch.cuda.current_stream(self.torch_device).synchronize()  # makes the device's context current
+        driver = cuda_driver(self.torch_device.index)
+        if driver is not None:
+            with suppress(DriverError):  # refused, in a container without the right, for one
+                return VirtualRange(driver, num_bytes, self.torch_device)
+        return FixedRange(num_bytes, self.torch_device)
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Device.unowned`."""
+        if not tensor.is_contiguous() or tensor.numel() == 0:
+            return tensor
+        flat = tensor_at(tensor.data_ptr(), tensor.nbytes, self.torch_device)
+        return flat.view(tensor.dtype).view(tensor.shape)
 
     def fence(self) -> Fence:
         """See `Device.fence`."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TypeAlias
 
 import torch
+
+from graphrunner.device.memory_range import MemoryRange
 
 Stream: TypeAlias = torch.Stream
 
@@ -98,6 +101,27 @@ class Device(ABC):
     @abstractmethod
     def reserved_bytes(self) -> int:
         """Memory that torch's allocator holds, used or not; 0 where it keeps none."""
+
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Memory in use: on the whole card, whoever uses it; on a host, by this process."""
+
+    @abstractmethod
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """Run `work`; how much more than before torch's allocator held at its peak. 0 where it keeps no count."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give back what the allocator keeps for later."""
+
+    @abstractmethod
+    def memory_range(self, num_bytes: int) -> MemoryRange:
+        """Addresses for `num_bytes`, without memory where the device can do that."""
+
+    @abstractmethod
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements without a hold on their memory, for outputs in a graph pool: a later recording may take
+        the memory, and graphs that share it never run at the same time. `tensor` itself where graphs are tapes."""
 
     @abstractmethod
     def fence(self) -> Fence:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
@@ -63,7 +64,8 @@ class FullCudaGraphBackend(ExecutionBackend):
         except Exception as cause:
             graph.release()
             raise capture_error(key, cause) from cause
-        self._graphs[key] = (graph, output)
+        # Their memory is the pool's, and what the next recording takes: keys never run at the same time.
+        self._graphs[key] = (graph, _unowned(output, device))
         memory_bytes = max(0, device.reserved_bytes() - reserved)
         return CaptureStats(graph.num_nodes(), (time.perf_counter() - start_s) * 1e3, memory_bytes)
 
@@ -91,3 +93,8 @@ class FullCudaGraphBackend(ExecutionBackend):
         entry = self._graphs.pop(key, None)
         if entry is not None:
             entry[0].release()
+
+
+def _unowned(output: ModelOutput, device: Device) -> ModelOutput:
+    tensors = {field.name: getattr(output, field.name) for field in fields(output)}
+    return replace(output, **{name: device.unowned(tensor) for name, tensor in tensors.items() if tensor is not None})

@@ -4,6 +4,7 @@ GraphRunnerError
 |-- ConfigError(ValueError)          a flag or an argument of the engine; names it and the value seen
 |-- ModelLoadError                   a model that cannot be found, read or fitted
 |-- InvalidRequestError(ValueError)  a request refused at the door; names the field and the value
+|-- EngineStateError                 not possible now: the engine is asleep, or has requests to finish first
 |-- CaptureError                     one shape could not be recorded; the engine serves it eagerly
 |-- EmbeddingFailedError             a step broke, or the model gave a vector without a direction
 |-- GraphCheckError                  the graph check found that a replay is not what eager gives
@@ -36,6 +37,10 @@ class ConfigError(_FieldError):
 
 class InvalidRequestError(_FieldError):
     """A request that cannot be served; nothing of it has entered the engine. Fields as in `ConfigError`."""
+
+
+class EngineStateError(GraphRunnerError):
+    """Not possible in the engine's present state; the message says what to do first."""
 
 
 class ModelLoadError(GraphRunnerError):

@@ -26,6 +26,7 @@ class CpuDevice(Device):
 
     kind = DeviceKind.CPU
     has_own_memory = False
+    has_virtual_memory = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

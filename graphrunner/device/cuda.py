@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from graphrunner.device.cuda_driver import DriverError, cuda_driver
+from graphrunner.device.cuda_driver import cuda_driver
 from graphrunner.device.device import Device, DeviceGraph, DeviceKind, Fence, GraphPool, Stream
 from graphrunner.device.memory_range import FixedRange, MemoryRange
 from graphrunner.device.virtual_memory import VirtualRange, tensor_at
@@ -125,6 +125,9 @@ class CudaDevice(Device):
         self.torch_device = torch_device
         # One stream for every recording, so that scratch memory of libraries is reserved once.
         self._capture_stream = torch.cuda.Stream(torch_device)
+        assert torch_device.index is not None
+        self._driver = cuda_driver(torch_device.index)
+        self.has_virtual_memory = self._driver is not None
 
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
@@ -162,13 +165,9 @@ class CudaDevice(Device):
 
     def memory_range(self, num_bytes: int) -> MemoryRange:
         """See `Device.memory_range`."""
-        assert self.torch_device.index is not None
-        torch.cuda.current_stream(self.torch_device).synchronize()  # makes the device's context current
-        driver = cuda_driver(self.torch_device.index)
-        if driver is not None:
-            with suppress(DriverError):  # refused, in a container without the right, for one
-                return VirtualRange(driver, num_bytes, self.torch_device)
-        return FixedRange(num_bytes, self.torch_device)
+        if self._driver is None:
+            return FixedRange(num_bytes, self.torch_device)
+        return VirtualRange(self._driver, num_bytes, self.torch_device)
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Device.unowned`."""

@@ -9,6 +9,10 @@ import ctypes
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from functools import cache
 
+from graphrunner.telemetry.log import get_logger
+
+log = get_logger(__name__)
+
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -136,9 +140,24 @@ class CudaDriver:
 
 @cache
 def cuda_driver(device_index: int) -> CudaDriver | None:
-    """The driver, if it is there and the device has virtual memory."""
+    """The driver, if it is there and has virtual memory for this process. The device must be current."""
     try:
         driver = CudaDriver("libcuda.so.1", device_index)
-        return driver if driver.has_virtual_memory() else None
-    except (OSError, AttributeError, DriverError):
+        if not driver.has_virtual_memory():
+            return None
+        _try(driver)
+    except (OSError, AttributeError, DriverError, MemoryError) as cause:
+        log.info("device %d: KV pages will be allocated at once: %s", device_index, cause)
         return None
+    return driver
+
+
+def _try(driver: CudaDriver) -> None:
+    """One granule, there and back: what a container may forbid shows here."""
+    num_bytes = driver.granularity_bytes()
+    address = driver.reserve(num_bytes)
+    try:
+        driver.map(address, num_bytes)
+        driver.unmap(address, num_bytes)
+    finally:
+        driver.release(address, num_bytes)

@@ -80,11 +80,13 @@ class Device(ABC):
         kind: which.
         torch_device: for tensors.
         has_own_memory: whether the host must copy to reach its tensors.
+        has_virtual_memory: whether its memory ranges can grow.
     """
 
     kind: DeviceKind
     torch_device: torch.device
     has_own_memory: bool
+    has_virtual_memory: bool
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -11,6 +11,7 @@ from graphrunner.core.outputs import RequestOutput
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.core.startup_report import StartupReport
 from graphrunner.engine.engine_core import EngineCore
 from graphrunner.engine.output_processor import OutputProcessor, RequestOutputKind
 from graphrunner.engine.token_engine import EMBEDDING_PARAMS, TokenEngine
@@ -118,6 +119,26 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """A snapshot for health checks and the live page."""
         return self.token_engine.stats()
+
+    @property
+    def startup(self) -> StartupReport:
+        return self.token_engine.startup
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.token_engine.is_asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """See `TokenEngine.sleep`."""
+        self.token_engine.sleep(level)
+
+    def wake(self) -> None:
+        """See `TokenEngine.wake`."""
+        self.token_engine.wake()
+
+    def reload_weights(self) -> None:
+        """See `TokenEngine.reload_weights`."""
+        self.token_engine.reload_weights()
 
     def close(self) -> None:
         """Give graphs and pages back. Idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -39,6 +39,9 @@ class ModelRunner:
         verify_runners: graph runners of VERIFY steps, by query width.
         eos_token_ids: what min_tokens holds back.
         check: runs every replay twice; None runs it once.
+
+    Attributes:
+        graph_runners: all that record, the draft's included, in the order of their capture.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class ModelRunner:
         self._verifier = verifier
         self._speculation = speculation
         self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
+        drafting = speculation.runners() if speculation is not None else ()
+        self.graph_runners = _by_largest_shape((*self._runners, *self.verify_runners.values(), *drafting))
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch) -> GenerationBatchResult:
@@ -113,29 +118,30 @@ class ModelRunner:
 
     def capture(self, on_progress: OnCapture = lambda name, done, total: None) -> None:
         """Record every runner's list."""
-        for runner in self._graph_runners():
+        for runner in self.graph_runners:
             runner.capture(on_progress)
 
     def graph_report(self) -> GraphReport:
         """Per runner and key what capture cost and how often it ran; misses by reason."""
-        for runner in self._graph_runners():
+        for runner in self.graph_runners:
             runner.count_nodes()
         return self._account.report()
 
-    def close(self) -> None:
-        """Give the recordings back. Idempotent."""
-        for runner in self._graph_runners():
+    def release_graphs(self) -> None:
+        """Give the recordings back; `capture` may follow, on new pages."""
+        for runner in self.graph_runners:
             runner.close()
+        if self._check is not None:
+            self._check.forget_pages()
+
+    def close(self) -> None:
+        """Give the recordings back, and what a draft holds. Idempotent."""
+        self.release_graphs()
         if self._speculation is not None:
             self._speculation.close()
 
-    def _graph_runners(self) -> list[BaseGraphRunner]:
-        own = (*self._runners, *self.verify_runners.values())
-        drafting = self._speculation.runners() if self._speculation is not None else ()
-        return [runner for runner in (*own, *drafting) if isinstance(runner, BaseGraphRunner)]
-
     def _capture_pending(self) -> None:
-        for runner in self._graph_runners():
+        for runner in self.graph_runners:
             runner.capture_pending()
 
     def _runners_for(self, batch: ScheduledBatch) -> Sequence[BaseRunner]:
@@ -205,3 +211,9 @@ def _new_tokens(batch: ScheduledBatch, sampled: SampledTokens | VerifiedTokens) 
     picked = token_ids if token_ids.shape[0] == len(places) else token_ids.index_select(0, at)
     whole = torch.full((batch.num_reqs,), -1, dtype=torch.int32, device=token_ids.device).index_copy_(0, at, picked)
     return whole.unsqueeze(1), (whole >= 0).to(torch.int32)
+
+
+def _by_largest_shape(runners: Iterable[BaseRunner]) -> list[BaseGraphRunner]:
+    """Those that record, falling: what is recorded later finds room in the memory of what came before."""
+    recording = {id(each): each for each in runners if isinstance(each, BaseGraphRunner)}
+    return sorted(recording.values(), key=lambda each: max(key.num_tokens for key in each.all_keys()), reverse=True)

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import GraphCheckError, InvalidRequestError
+from graphrunner.core.errors import EngineStateError, GraphCheckError, InvalidRequestError
 from graphrunner.core.outputs import EngineOutput, StepRecord
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason, Request
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.core.startup_report import StartupReport
+from graphrunner.engine.residency import Residency, SleepLevel
 from graphrunner.engine.sequence_ids import sequence_ids, sequence_seeds
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class TokenEngine:
 
     Args:
         core: the loop's body.
+        residency: what it holds on the device.
+        startup: what the start took.
         structured: compiles grammars; None when the engine has no tokenizer.
         step_trace: the account of steps.
         trace_file: written at `close`; None writes none.
@@ -49,7 +53,9 @@ class TokenEngine:
     def __init__(
         self,
         core: EngineCore,
+        residency: Residency,
         *,
+        startup: StartupReport,
         structured: StructuredOutputCompiler | None,
         step_trace: StepTrace,
         trace_file: TraceFile | None = None,
@@ -61,6 +67,8 @@ class TokenEngine:
         seed: int = 0,
     ) -> None:
         self.core = core
+        self.startup = startup
+        self._residency = residency
         self.step_trace = step_trace
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -89,7 +97,9 @@ class TokenEngine:
 
         Raises:
             InvalidRequestError: names the field and the value; nothing of the request stays behind.
+            EngineStateError: the engine is asleep.
         """
+        self._residency.check_ready()
         self._check(token_ids, params)
         admitted: list[str] = []
         try:
@@ -106,6 +116,7 @@ class TokenEngine:
         self, request_id: str, token_ids: tuple[int, ...], pooling: Pooling, *, priority: int = 0
     ) -> None:
         """Admit a prompt that becomes a vector; it may fill the whole context. Errors as `add_request`."""
+        self._residency.check_ready()
         self._check_ids(token_ids)
         self.core.add_request(
             Request(
@@ -154,14 +165,62 @@ class TokenEngine:
         full = self.stats()
         return replace(full, steps=tuple(step for step in full.steps if step.step_id > step_id))
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `wake` must be called before requests are taken."""
+        return self._residency.is_asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Give KV pages and graphs back, and the weights: 1 moves them to host memory, 2 drops them.
+
+        The prefix cache is empty afterwards. Asleep already: nothing happens.
+
+        Raises:
+            InvalidRequestError: there is no such level.
+            EngineStateError: requests are waiting or running.
+        """
+        try:
+            chosen = SleepLevel(level)
+        except ValueError:
+            raise InvalidRequestError("level", level, "must be 1 (keep weights in host memory) or 2 (drop)") from None
+        self._require_idle("sleep")
+        self._residency.sleep(chosen)
+        self.core.scheduler.forget_prefixes()
+
+    def wake(self) -> None:
+        """Restore what `sleep` gave back: weights, then graphs, recorded anew, then pages. Awake: nothing happens.
+
+        Raises:
+            EngineStateError: the device has not the memory any more; the engine is still asleep.
+            ModelLoadError: dropped weights cannot be read again; the engine is still asleep.
+        """
+        self._residency.wake()
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint again, into the same memory: graphs stay valid, the prefix cache is emptied.
+
+        Raises:
+            EngineStateError: requests are waiting or running, or the engine is asleep.
+            ModelLoadError: it cannot be read; requests are refused until a reload succeeds.
+        """
+        self._require_idle("reload weights")
+        self._residency.reload_weights()
+        self.core.scheduler.forget_prefixes()
+
     def close(self) -> None:
         """Give graphs and pages back, and write the trace. Idempotent."""
         if self._trace_file is not None:
             self._trace_file.write()
             self._trace_file = None
-        self.core.model_runner.close()
+        self._residency.close()
         if self._structured is not None:
             self._structured.close()
+
+    def _require_idle(self, what: str) -> None:
+        if self.has_unfinished_requests():
+            stats = self.core.scheduler.stats()
+            counts = f"{stats.num_running} requests run and {stats.num_waiting} wait"
+            raise EngineStateError(f"cannot {what} while {counts}: let them finish, or abort them")
 
     @property
     def _requests(self) -> RequestTrace | None:

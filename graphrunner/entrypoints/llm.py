@@ -12,6 +12,7 @@ from graphrunner.core.errors import EmbeddingFailedError, InvalidRequestError
 from graphrunner.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StepRecord
 from graphrunner.core.pooling import Pooling, unit_vector
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.core.startup_report import StartupReport
 from graphrunner.engine.build import build_engine
 from graphrunner.engine.llm_engine import Prompt
 from graphrunner.engine.output_processor import RequestOutputKind
@@ -151,6 +152,34 @@ class LLM:
     def graph_report(self) -> GraphReport:
         """Per runner and key: capture time, memory, replays, padding; and the misses by reason."""
         return self.engine.core.model_runner.graph_report()
+
+    def startup_report(self) -> StartupReport:
+        """Time and memory of each phase of the start."""
+        return self.engine.startup
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `wake` must be called before anything can be generated."""
+        return self.engine.is_asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake`: KV pages, graphs, and the weights.
+
+        Args:
+            level: 1 moves the weights to host memory, 2 drops them: `wake` reads the checkpoint again.
+
+        Raises:
+            EngineStateError: requests are waiting or running.
+        """
+        self.engine.sleep(level)
+
+    def wake(self) -> None:
+        """Restore what `sleep` gave back; the same prompts have the same answers. See `TokenEngine.wake`."""
+        self.engine.wake()
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint again, in place, and empty the prefix cache. See `TokenEngine.reload_weights`."""
+        self.engine.reload_weights()
 
     def close(self) -> None:
         """Give memory back. Idempotent; the object is of no use afterwards."""

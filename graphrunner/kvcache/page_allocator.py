@@ -24,6 +24,13 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._num_refs = [0] * num_pages
 
+    def cut(self, num_pages: int) -> None:
+        """There are only `num_pages` after all. Nobody may own one yet."""
+        assert num_pages <= self.num_pages and not any(self._num_refs), f"cut({num_pages}) of a pool in use"
+        del self._free[: self.num_pages - num_pages]
+        del self._num_refs[num_pages:]
+        self.num_pages = num_pages
+
     @property
     def num_free(self) -> int:
         """Pages that nobody owns."""

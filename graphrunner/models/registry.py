@@ -149,3 +149,28 @@ def _check_packing(checkpoint: CheckpointQuantization, asked: Quantization, is_n
     if not is_native:
         problem = f"packed weights ({checkpoint.method}) need a native model; use auto"
         raise ConfigError("model_impl", ModelImpl.TRANSFORMERS.value, problem)
+
+
+def reload_weights(
+    model: LanguageModel, source: ModelSource, *, seed: int = 0, on_progress: OnProgress | None = None
+) -> None:
+    """Read the checkpoint again, into the memory the model has: addresses stay, so recorded graphs stay valid.
+
+    Args:
+        model: from `load_model`, of the same source.
+
+    Raises:
+        ModelLoadError: something of the checkpoint is missing, unknown or does not fit; the weights are mixed then.
+    """
+    options = model.options
+    if isinstance(model, CausalLM):
+        dtype = options.weight_dtype or options.dtype
+        weights = iterate_weights(
+            source, model.config, dtype=dtype, device=options.device, seed=seed, on_progress=on_progress, has_room=True
+        )
+        model.load_weights(weights)
+        return
+    from graphrunner.models.transformers_fallback import TransformersCausalLM
+
+    assert isinstance(model, TransformersCausalLM)
+    model.reload(source.path, None if source.kind is not SourceKind.DUMMY else seed)

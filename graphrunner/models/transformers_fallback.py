@@ -6,6 +6,7 @@ calls `paged_attention` below, which finds the pages in the active batch. Nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -155,18 +156,7 @@ class TransformersCausalLM(nn.Module):
             ModelLoadError: transformers cannot, in one line.
         """
         _require_dense(options)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype=options.dtype,
-                attn_implementation=ATTENTION_NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=options.trust_remote_code,
-            )
-        except Exception as error:  # many kinds; each means that this model cannot be had this way
-            raise ModelLoadError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
-        return cls(model.to(options.device).eval(), config, options)
+        return cls(_from_pretrained(folder, options).to(options.device).eval(), config, options)
 
     @classmethod
     def with_random_weights(
@@ -190,6 +180,29 @@ class TransformersCausalLM(nn.Module):
         for name, weight in model.named_parameters():
             fill_random_(name, weight.data, seed)
         return cls(model.eval(), config, options)
+
+    @torch.no_grad()
+    def reload(self, folder: Path, seed: int | None) -> None:
+        """Fill the parameters again, in place: random ones from `seed`, or from the folder. Raises as `from_folder`."""
+        if seed is not None:
+            for name, weight in self._named_parameters():
+                fill_random_(name, weight, seed)
+            return
+        fresh = _from_pretrained(folder, self.options)
+        named = dict(fresh.named_parameters())
+        for name, weight in self._named_parameters():
+            found = named.get(name)
+            if found is None or found.shape != weight.shape:
+                raise ModelLoadError(f"{folder}: tensor {name} is missing or has another shape than before")
+            weight.copy_(found)
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Under the names they have in the checkpoint, without the relay in between."""
+        prefix = str(self.causal_lm.base_model_prefix)
+        for name, parameter in self.causal_lm.named_parameters():
+            if name.startswith(f"{prefix}.decoder."):
+                name = prefix + name.removeprefix(f"{prefix}.decoder")  # noqa: PLW2901
+            yield name, parameter.data
 
     def forward(
         self, batch: ForwardBatch, only_logits_rows: bool = False, taps: dict[int, Tensor] | None = None
@@ -255,6 +268,20 @@ class TransformersCausalLM(nn.Module):
             kind = layer_types[one.layer_index] if one.layer_index < len(layer_types) else "full_attention"
             if kind == "chunked_attention" or (kind == "sliding_attention" and one.sliding_window is None):
                 raise ModelLoadError(f"{name}: layer {one.layer_index} has a mask ({kind}) that is not supported")
+
+
+def _from_pretrained(folder: Path, options: ModelOptions) -> nn.Module:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=options.dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except Exception as error:  # many kinds; each means that this model cannot be had this way
+        raise ModelLoadError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
 
 
 def _graph_support(hf_config: object) -> GraphSupport:

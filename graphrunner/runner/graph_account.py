@@ -58,7 +58,7 @@ class GraphAccount:
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, ShapeKey], KeyAccount] = {}
-        self._failed: list[tuple[str, ShapeKey, str]] = []
+        self._failed: dict[tuple[str, ShapeKey], str] = {}
         self._misses: Counter[str] = Counter()
         self._num_eager = 0
         self._num_checked = 0
@@ -72,6 +72,7 @@ class GraphAccount:
     def captured(self, runner: str, key: ShapeKey, stats: CaptureStats) -> None:
         """A key was recorded; its counts start anew."""
         self._keys[runner, key] = KeyAccount(runner, key, stats)
+        self._failed.pop((runner, key), None)
 
     def counted(self, runner: str, key: ShapeKey, num_nodes: int) -> None:
         """A recording's kernels were counted after its capture."""
@@ -81,7 +82,7 @@ class GraphAccount:
     def failed(self, runner: str, causes: Mapping[ShapeKey, str], num_tried: int) -> None:
         """Keys could not be recorded and are served eagerly. One warning for all of them."""
         if causes:
-            self._failed.extend((runner, key, cause) for key, cause in causes.items())
+            self._failed |= {(runner, key): cause for key, cause in causes.items()}
             first = next(iter(causes.values()))
             text = "%s: capturing %d of %d shapes failed, they are served eagerly; the first: %s"
             log.warning(text, runner, len(causes), num_tried, first)
@@ -106,6 +107,5 @@ class GraphAccount:
 
     def report(self) -> GraphReport:
         """A snapshot."""
-        return GraphReport(
-            tuple(self._keys.values()), tuple(self._failed), dict(self._misses), self._num_eager, self._num_checked
-        )
+        failed = tuple((runner, key, cause) for (runner, key), cause in self._failed.items())
+        return GraphReport(tuple(self._keys.values()), failed, dict(self._misses), self._num_eager, self._num_checked)

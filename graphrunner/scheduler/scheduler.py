@@ -272,6 +272,11 @@ class Scheduler:
         ended, self._running.ended_early = self._running.ended_early, []
         return [RequestUpdate(request, (), request.finish_reason) for request in ended]
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache: the pages, or the weights that made them, are gone. Nothing may be running."""
+        assert not self._requests, "a running request would insert its pages again"
+        self._prefix_cache.reset()
+
     def stats(self) -> SchedulerStats:
         """The counters."""
         num_evictable = self._prefix_cache.num_evictable

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from graphrunner.core.forward_batch import ForwardBatch, KVLayer
 from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
@@ -176,6 +177,10 @@ class Proposer(ABC):
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """Its graph runners: the engine captures them (lazily between steps, too), closes and accounts for them."""
+        return ()
+
+    def modules(self) -> Sequence[nn.Module]:
+        """Modules whose tensors are moved to the host while the engine sleeps; those of the target may be in them."""
         return ()
 
     def take_rows(self, row_inits: Sequence[RowInit]) -> None:  # noqa: B027

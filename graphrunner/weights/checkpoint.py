@@ -65,6 +65,7 @@ class _Target:
     device: torch.device
     round_to: torch.dtype | None
     quantization: Quantization
+    has_room: bool = False
 
     def pending(self, name: str, shape: tuple[int, ...], num_bytes: int) -> _Pending:
         """A plain weight; projections among them count as they will be packed."""
@@ -102,6 +103,7 @@ def iterate_weights(
     quantization: Quantization = Quantization.NONE,
     seed: int = 0,
     on_progress: OnProgress | None = None,
+    has_room: bool = False,
 ) -> Iterator[tuple[str, Tensor | Weight]]:
     """Yield every weight once, in the file's order.
 
@@ -113,6 +115,7 @@ def iterate_weights(
         quantization: what plain projections will be packed into, for the memory check.
         seed: of dummy weights.
         on_progress: see progress.OnProgress.
+        has_room: the memory for all of it is there already, so that free memory is not asked for.
 
     Returns:
         (name, float [shape of the checkpoint]), packed where the checkpoint has it packed; tied heads and unused
@@ -121,7 +124,7 @@ def iterate_weights(
     Raises:
         ModelLoadError: does not fit in memory, a tensor is missing, misshapen, unknown or unreadable.
     """
-    target = _Target(dtype, torch.device(device), _round_to(source, rounding), quantization)
+    target = _Target(dtype, torch.device(device), _round_to(source, rounding), quantization, has_room)
     if source.kind is SourceKind.DUMMY:
         return _iterate_dummy(source, config, target, seed, on_progress)
     if source.kind is SourceKind.GGUF:
@@ -286,6 +289,8 @@ def _begin(
         is_packed = config.checkpoint_quantization is not None
         found = {one.name: one.shape for one in pending if not (is_packed and one.name.endswith(_CACHE_SCALES))}
         _check_complete(source.name, expected_shapes(config), found)
+    if target.has_room:
+        return _Progress(sum(one.num_bytes for one in pending), on_progress)
     names = [str(target.dtype).removeprefix("torch.")]
     names += [target.quantization.value] if target.quantization is not Quantization.NONE else []
     checkpoint = config.checkpoint_quantization

@@ -95,6 +95,11 @@ class GraphCheck:
             raise _error(evidence.finding(FindingKind.STRAY_WRITE, f"page {strays[0]}", detail))
         return loaded, output
 
+    def forget_pages(self) -> None:
+        """The pages are given back: what is in them from now on is nobody's doing."""
+        self._pages.forget()
+        self._last_outputs.clear()
+
     def sampled(self, output: ModelOutput, tokens: SampledTokens) -> None:
         """The step's tokens were picked, or their copy was started.
 

@@ -29,7 +29,6 @@ class PoisonedPages:
         self._context = context
         self._free_pages = free_pages
         self._poisoned: set[int] = set()
-        self._address = 0
 
     def renew(self) -> list[int]:
         """Poison what is free now; pages that were poisoned, got an owner since, and hold something else.
@@ -39,13 +38,15 @@ class PoisonedPages:
         layers = self._context.kv_layers
         if not layers:
             return []
-        if layers[0].k.data_ptr() != self._address:  # the pool was made anew
-            self._address, self._poisoned = layers[0].k.data_ptr(), set()
         free = set(self._free_pages())
         strays = self._changed(self._poisoned - free)
         self._fill([DUMMY_PAGE, *(free - self._poisoned)])
         self._poisoned = free
         return strays
+
+    def forget(self) -> None:
+        """The pages have new memory, in which there is no poison."""
+        self._poisoned = set()
 
     def _changed(self, pages: set[int]) -> list[int]:
         if not pages:

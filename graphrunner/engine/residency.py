@@ -1,0 +1,176 @@
+"""What an engine holds on its device: brought there at start-up, given back by `sleep`, restored by `wake`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from graphrunner.config.engine_config import CacheConfig, SchedulerConfig
+from graphrunner.core.errors import ConfigError, EngineStateError, ModelLoadError
+from graphrunner.engine.largest_step import run_largest_steps
+from graphrunner.engine.memory_plan import DeviceMemory, estimated_graph_bytes, plan_device_pages
+from graphrunner.engine.model_runner import ModelRunner
+from graphrunner.kvcache.pool import KVPool
+from graphrunner.runner.base_graph_runner import BaseGraphRunner
+from graphrunner.telemetry.startup import StartupClock
+from graphrunner.weights.offload import ModelMemory
+
+
+class SleepLevel(Enum):
+    """What becomes of the weights; KV pages and graphs are always given back."""
+
+    KEEP = 1  # moved to host memory
+    DROP = 2  # forgotten, and read from the checkpoint again
+
+
+class Residency:
+    """Weights, graphs and KV pages, in the order in which they may be measured: the pages take what is left.
+
+    Args:
+        cache, limits: the settings.
+        memory: of the loaded model.
+        pool: opened for the dummy page only, where the device lets it grow.
+        model_runner: with nothing recorded.
+        reload: reads the checkpoint into the model's tensors.
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig,
+        limits: SchedulerConfig,
+        memory: ModelMemory,
+        pool: KVPool,
+        model_runner: ModelRunner,
+        reload: Callable[[], None],
+    ) -> None:
+        self.pool = pool
+        self._cache, self._limits = cache, limits
+        self._memory = memory
+        self._model_runner = model_runner
+        self._reload = reload
+        self._level: SleepLevel | None = None
+        self._problem = ""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `wake` must be called before anything can run."""
+        return self._level is not None
+
+    def check_ready(self) -> None:
+        """Raise EngineStateError when nothing can run."""
+        if self.is_asleep:
+            raise EngineStateError("the engine is asleep: wake it first")
+        if self._problem:
+            raise EngineStateError(f"the weights are not whole ({self._problem}): reload them first")
+
+    def settle(self, clock: StartupClock) -> None:
+        """Record graphs, then size the pool from what is free.
+
+        Raises:
+            ConfigError: the settings leave no room for KV pages.
+        """
+        device, runners = self.pool.device, self._model_runner.graph_runners
+        step_bytes = 0
+        if device.has_own_memory:
+            step_bytes = device.peak_bytes(lambda: run_largest_steps(self._model_runner, self._limits))
+            device.trim()
+            clock.lap("largest step, kernels compiled")
+        shared_bytes, late_bytes = step_bytes, 0
+        for runner in runners:
+            estimate = estimated_graph_bytes(len(list(runner.all_keys())), shared_bytes)
+            shared_bytes = 0  # the next runner's recordings find room in the pool
+            late_bytes += estimate if runner.is_lazy else 0
+            _capture([runner])
+            device.trim()
+            clock.lap(f"capture, {runner.name}", estimate if device.has_own_memory and not runner.is_lazy else None)
+        if device.has_own_memory and self.pool.can_grow:
+            self._size_pool(step_bytes + late_bytes)
+            clock.lap("KV pages", self.pool.num_bytes)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give the device's memory back. Nothing may be running. Asleep already: stays as it is."""
+        if self.is_asleep:
+            return
+        self._level = level
+        self._give_back()
+
+    def wake(self) -> None:
+        """Restore what `sleep` gave back. Awake already: nothing happens.
+
+        Raises:
+            EngineStateError: the device has not the memory any more; the engine is still asleep.
+            ModelLoadError: the weights were dropped and cannot be read; the engine is still asleep.
+        """
+        if self._level is None:
+            return
+        try:
+            self._memory.restore()
+            if self._level is SleepLevel.DROP:
+                self._reload()
+            self.pool.reopen()
+            _capture(self._model_runner.graph_runners)
+            self.pool.commit(self.pool.num_pages)
+        except MemoryError as cause:
+            self._give_back()
+            free = self.pool.device.free_bytes() >> 20
+            raise EngineStateError(f"the device has not the memory to wake up, {free} MiB are free: {cause}") from cause
+        except ModelLoadError:
+            self._give_back()
+            raise
+        self._level = None
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint again, in place. Graphs stay. Nothing may be running.
+
+        Raises:
+            ModelLoadError: it cannot be read; nothing runs until a reload succeeds.
+        """
+        if self.is_asleep:
+            raise EngineStateError("the engine is asleep: wake it first")
+        try:
+            self._reload()
+        except ModelLoadError as error:
+            self._problem = str(error)
+            raise
+        self._problem = ""
+
+    def close(self) -> None:
+        """Give graphs and pages back. Idempotent."""
+        self._model_runner.close()
+        self.pool.release()
+
+    def _give_back(self) -> None:
+        self._model_runner.release_graphs()
+        self.pool.release()
+        if self._level is SleepLevel.DROP:
+            self._memory.drop_loaded()
+        else:
+            self._memory.move_to_host()
+        self.pool.device.trim()
+
+    def _size_pool(self, activation_bytes: int) -> None:
+        device, pool = self.pool.device, self.pool
+        committed = pool.committed_bytes(1)
+        memory = DeviceMemory(device.total_bytes(), device.used_bytes(), committed, activation_bytes)
+        num_pages = plan_device_pages(self._cache, memory, pool.fitting_pages)
+        try:
+            pool.commit(num_pages)
+        except MemoryError as cause:
+            share = self._cache.gpu_memory_utilization
+            raise ConfigError("gpu_memory_utilization", share, f"{num_pages} KV pages: {cause}") from cause
+
+
+def _capture(runners: list[BaseGraphRunner]) -> None:
+    """Record under a progress bar on stderr, when that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(transient=True, disable=not console.is_terminal, console=console) as progress:
+        task = progress.add_task("capturing", total=None)
+
+        def show(name: str, num_done: int, num_all: int) -> None:
+            progress.update(task, description=name, completed=num_done, total=num_all)
+
+        for runner in runners:
+            runner.capture(show)

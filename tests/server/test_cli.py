@@ -199,14 +199,21 @@ def test_bench_serve_measures_a_server(run: Any, tmp_path: Path) -> None:
         assert report["num_failed"] == 0 and [each["num_tokens"] for each in report["requests"]] == [5] * 20
         assert report["goodput_requests_per_s"] == pytest.approx(report["requests_per_s"])
         assert set(report["ttft_ms"]) == {"p50", "p90", "p99"} and report["itl_ms"]["p50"] >= 0
+        assert report["settings"]["rate"] == 1000 and report["objective"] == {"ttft_ms": 10000, "itl_ms": None}
+        assert report["late_ms"]["p50"] >= 0
         rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,3,2"]
         trace.write_text("\n".join([*rows, "2023-11-16 18:17:04.0799600,99,3"]))
         replay = ["--trace", str(trace), "--max-len", "10", "--text-prompts", "--json", str(report_file)]
-        result = run(*url, *replay)
+        result = run(*url, *replay, "--plot", str(tmp_path / "run.png"))
         assert result.exit_code == 0, result.output
         report = json.loads(report_file.read_text())
         assert [each["num_tokens"] for each in report["requests"]] == [2, 3]
+        assert report["settings"]["trace"] == "trace.csv" and report["objective"] == {"ttft_ms": None, "itl_ms": None}
         assert report["requests"][1]["start_s"] == pytest.approx(0.1, abs=0.05)
+        assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+        slow = [*replay, "--time-scale", "4"]
+        assert run(*url, *slow).exit_code == 0
+        assert json.loads(report_file.read_text())["requests"][1]["start_s"] == pytest.approx(0.4, abs=0.1)
         result = run(*url, "--num-requests", "1", "--prompt-len", "70")
         assert result.exit_code == 1 and "1 x HTTP 400" in result.stderr
     finally:

@@ -66,7 +66,7 @@ async def _one(
 ) -> RequestTimes:
     """One streamed completion."""
     sent_s = time.perf_counter()
-    times = RequestTimes(sent_s - run_start_s)
+    times = RequestTimes(sent_s - run_start_s, late_s=max(0.0, sent_s - run_start_s - arrival.start_s))
     try:
         async with client.stream("POST", "/completions", json=_body(target, arrival, rng)) as answer:
             if answer.status_code != httpx.codes.OK:

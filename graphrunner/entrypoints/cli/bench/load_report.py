@@ -19,6 +19,7 @@ class RequestTimes:
         end_s: when its stream ended, after `start_s`.
         num_tokens: output tokens by the server's usage; chunks when it gave none.
         error: why it failed; None when it did not.
+        late_s: how much after its time it was sent, because the sender was busy.
     """
 
     start_s: float
@@ -26,6 +27,7 @@ class RequestTimes:
     end_s: float = 0.0
     num_tokens: int = 0
     error: str | None = None
+    late_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -53,7 +55,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Times in ms, by percentile."""
+    """Times in ms, by percentile; `late_ms` is how far the sender itself was behind, and should be next to nothing."""
 
     num_requests: int
     num_failed: int
@@ -64,6 +66,7 @@ class LoadReport:
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
     e2e_ms: dict[str, float]
+    late_ms: dict[str, float]
     errors: dict[str, int]
 
     def as_dict(self) -> dict[str, object]:
@@ -88,6 +91,7 @@ def make_report(requests: Sequence[RequestTimes], duration_s: float, objective: 
         ttft_ms=_percentiles([request.ttft_s for request in done if request.token_s]),
         itl_ms=_percentiles([gap for request in done for gap in request.inter_token_s]),
         e2e_ms=_percentiles([request.end_s for request in done]),
+        late_ms=_percentiles([request.late_s for request in requests]),
         errors=errors,
     )
 

@@ -55,14 +55,17 @@ def serve(
         has_ignore_eos=not allow_eos,
     )
     requests, duration_s = _run(target, arrivals, seed)
-    report = make_report(requests, duration_s, Objective(slo_ttft_ms, slo_itl_ms))
+    objective = Objective(slo_ttft_ms, slo_itl_ms)
+    report = make_report(requests, duration_s, objective)
     _show(report)
     if json_file is not None:
-        _write(json_file, report, requests)
+        how = {"trace": trace.name, "time_scale": time_scale, "max_len": max_len} if trace else {
+            "rate": rate, "prompt_len": prompt_len, "output_len": output_len, "spread": spread}  # fmt: skip
+        _write(json_file, {"model": target.model, "seed": seed, **how}, objective, report, requests)
     if plot is not None:
         from graphrunner.entrypoints.cli.bench.plot import write_plot
 
-        write_plot(plot, requests)
+        write_plot(plot, requests, objective)
     if report.num_failed:
         raise typer.Exit(1)
 
@@ -104,14 +107,29 @@ def _show(report: LoadReport) -> None:
     typer.echo(f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s")
     typer.echo(f"goodput {report.goodput_requests_per_s:.2f} requests/s")
     table = Table("ms", *report.ttft_ms)
-    for name, row in (("first token", report.ttft_ms), ("between tokens", report.itl_ms), ("whole", report.e2e_ms)):
+    for name, row in (
+        ("first token", report.ttft_ms),
+        ("between tokens", report.itl_ms),
+        ("whole", report.e2e_ms),
+        ("sent late", report.late_ms),
+    ):
         table.add_row(name, *(f"{value:.1f}" for value in row.values()))
     Console().print(table)
     for error, count in report.errors.items():
         typer.echo(f"{count} x {error}", err=True)
 
 
-def _write(path: Path, report: LoadReport, requests: list[RequestTimes]) -> None:
+def _write(
+    path: Path,
+    settings: dict[str, object],
+    objective: Objective,
+    report: LoadReport,
+    requests: list[RequestTimes],
+) -> None:
+    """Everything a reader needs to know what was measured. A limit that was not set is null."""
+    limits = {"ttft_ms": objective.ttft_ms, "itl_ms": objective.itl_ms}
+    objective_json = {name: value if math.isfinite(value) else None for name, value in limits.items()}
+    settings = {name: str(value) if value == math.inf else value for name, value in settings.items()}
     each = [
         {
             "start_s": one.start_s,
@@ -119,10 +137,12 @@ def _write(path: Path, report: LoadReport, requests: list[RequestTimes]) -> None
             "end_s": one.end_s,
             "num_tokens": one.num_tokens,
             "error": one.error,
+            "late_s": one.late_s,
         }
         for one in requests
     ]
     try:
-        path.write_text(json.dumps({**report.as_dict(), "requests": each}, indent=1) + "\n", encoding="utf-8")
+        document = {"settings": settings, "objective": objective_json, **report.as_dict(), "requests": each}
+        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError("json", str(path), f"cannot be written: {error}") from None

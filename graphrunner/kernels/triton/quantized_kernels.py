@@ -298,51 +298,88 @@ def _tile_product(raw, x, hi, acc, scale_ptr, zero_ptr, row, group, NUM_GROUPS: 
 @triton.jit(do_not_specialize=["ROWS"])
 def packed_tile_kernel(
     x_ptr, data_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, out_ptr, N, ROWS,
-    K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, LAYOUT: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, J: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, LAYOUT: tl.constexpr, MODE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tensor cores, a few hundred rows: 2-D tiles over N and over rows; J divides a group's bytes. No norm."""
+    """Tensor cores, a few hundred rows: 2-D tiles over N and over rows, SPLITS pieces of K in programs of their own.
+
+    J divides a group's bytes, SPLITS * J a row's. No norm, no gate. IS_PARTIAL: out is float32 [SPLITS, ROWS, N] for
+    finish_kernel; else SPLITS is 1 and out the result.
+    """
     IS_INT4: tl.constexpr = LAYOUT == LAYOUT_INT4
     ROW_BYTES: tl.constexpr = K // 2 if IS_INT4 else K
     GROUP_BYTES: tl.constexpr = ROW_BYTES if GROUP == 0 else (GROUP // 2 if IS_INT4 else GROUP)
     NUM_GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
+    TURNS: tl.constexpr = ROW_BYTES // J // SPLITS
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     # Programs that share a weight tile are neighbours, so that all but the first find it in the cache.
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
     row = tl.minimum(n, N - 1).to(tl.int64)
     j = tl.arange(0, J)
     is_row = (b < ROWS)[:, None]
     offsets = row[:, None] * ROW_BYTES + j[None, :]
     x_offsets = b.to(tl.int64)[:, None] * K + j[None, :]
-    up_ptr = data_ptr + N.to(tl.int64) * ROW_BYTES
     acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for i in tl.range(0, ROW_BYTES // J, num_stages=STAGES):
-        raw = tl.load(data_ptr + offsets + i * J)
-        group = i * J // GROUP_BYTES
-        column = _columns(i * J, GROUP_BYTES, IS_INT4)
+    for i in tl.range(0, TURNS, num_stages=STAGES):
+        byte = (split * TURNS + i) * J
+        raw = tl.load(data_ptr + offsets + byte)
+        column = _columns(byte, GROUP_BYTES, IS_INT4)
         x = tl.load(x_ptr + x_offsets + column, mask=is_row, other=0.0)
         hi = x
         if IS_INT4:
             hi = tl.load(x_ptr + x_offsets + column + GROUP_BYTES, mask=is_row, other=0.0)
         acc = _tile_product(
-            raw, x, hi, acc, scale_ptr, zero_ptr, row, group, NUM_GROUPS, GROUP, ROW_BLOCK, LAYOUT, dtype
+            raw, x, hi, acc, scale_ptr, zero_ptr, row, byte // GROUP_BYTES, NUM_GROUPS, GROUP, ROW_BLOCK, LAYOUT, dtype
         )
+    if IS_PARTIAL:
+        place = (split * ROWS + b.to(tl.int64))[None, :] * N + n[:, None]
+        tl.store(out_ptr + place, acc, mask=(n < N)[:, None] & (b < ROWS)[None, :])
+    else:
+        factor = tl.full([BLOCK_B], 1.0, tl.float32)
+        _finish(
+            acc, acc, scale_ptr, bias_ptr, residual_ptr, out_ptr, n, b, N, ROWS, factor, GROUP, MODE, False, HAS_BIAS
+        )
+
+
+@triton.jit
+def finish_kernel(
+    partial_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, N, ROWS, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add the pieces of K; then row scale, bias, gate or residual. N is the width of out; gated partials have 2 N."""
+    b = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_real = n < N
+    WIDTH = 2 * N if MODE == MODE_GATED else N
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    y = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = (split * ROWS + b) * WIDTH + n
+        y += tl.load(partial_ptr + place, mask=is_real, other=0.0)
         if MODE == MODE_GATED:
-            raw_up = tl.load(up_ptr + offsets + i * J)
-            up_acc = _tile_product(
-                raw_up, x, hi, up_acc, scale_ptr, zero_ptr, row + N, group, NUM_GROUPS, GROUP, ROW_BLOCK, LAYOUT,
-                dtype,
-            )  # fmt: skip
-    factor = tl.full([BLOCK_B], 1.0, tl.float32)
-    _finish(
-        acc, up_acc, scale_ptr, bias_ptr, residual_ptr, out_ptr, n, b, N, ROWS, factor, GROUP, MODE, IS_GELU, HAS_BIAS
-    )
+            up += tl.load(partial_ptr + place + N, mask=is_real, other=0.0)
+    if GROUP == 0:
+        y = y * tl.load(scale_ptr + n, mask=is_real, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=is_real, other=0.0).to(tl.float32)
+    if MODE == MODE_GATED:
+        if GROUP == 0:
+            up = up * tl.load(scale_ptr + N + n, mask=is_real, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + N + n, mask=is_real, other=0.0).to(tl.float32)
+        y = gated(y, up, IS_GELU)
+    if MODE == MODE_RESIDUAL:
+        y += tl.load(residual_ptr + b * N + n, mask=is_real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + b * N + n, y.to(out_ptr.dtype.element_ty), mask=is_real)
 
 
 @triton.jit
@@ -377,8 +414,10 @@ def dequantize_kernel(
 
 
 @triton.jit
-def rows_to_fp8_kernel(x_ptr, out_ptr, scale_ptr, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Round one row of x to e4m3 with a scale of its own."""
+def rows_to_fp8_kernel(
+    x_ptr, norm_weight_ptr, out_ptr, scale_ptr, K, eps, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr
+):
+    """Normalise one row of x and round it to e4m3 with a scale of its own."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     is_real = k < K
@@ -386,6 +425,9 @@ def rows_to_fp8_kernel(x_ptr, out_ptr, scale_ptr, K, BLOCK: tl.constexpr, PDL: t
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * K + k, mask=is_real, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        x = x * factor * tl.load(norm_weight_ptr + k, mask=is_real, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1.0e-30) / 448.0
     tl.store(scale_ptr + row, scale)
     tl.store(out_ptr + row * K + k, tl.clamp(x / scale, -448.0, 448.0).to(out_ptr.dtype.element_ty), mask=is_real)

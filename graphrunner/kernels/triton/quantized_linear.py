@@ -1,11 +1,11 @@
 """Launchers of projections by packed weights. Twins: kernels/reference.py over kernels/packed_weight.dequantize.
 
 One row runs on CUDA cores, a few on tensor cores with the norm fused in, a few hundred in 2-D tiles. Above, the
-arithmetic is the limit and the library's products do it: an fp8 weight with a scale per row multiplies rows rounded to
-fp8, everything else is widened slab by slab.
+arithmetic is the limit: the weight is widened slab by slab for the library's product. An fp8 weight with a scale per
+row goes to the library as soon as the rows do not fit the fused kernels, and multiplies rows rounded to fp8.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,13 +17,13 @@ from graphrunner.kernels.triton.activation import gate_mul
 from graphrunner.kernels.triton.linear_config import LinearMode
 from graphrunner.kernels.triton.norms import rms_norm
 from graphrunner.kernels.triton.quantized_config import (
-    MAX_SLICED_ROWS,
     PackedConfig,
     PackedKind,
     select_packed_config,
 )
 from graphrunner.kernels.triton.quantized_kernels import (
     dequantize_kernel,
+    finish_kernel,
     packed_sliced_kernel,
     packed_tile_kernel,
     packed_vector_kernel,
@@ -59,10 +59,10 @@ class PackedCall:
 
 
 def prepare_packed(call: PackedCall, config: PackedConfig) -> runtime.Launch:
-    """The launch of one kernel; config.kind is not WIDEN. TILE has no norm."""
+    """The launch of a VECTOR or SLICED kernel."""
     weight, num_rows = call.weight, call.x.shape[0]
+    assert config.kind in (PackedKind.VECTOR, PackedKind.SLICED)
     assert call.x.is_contiguous() and call.out.is_contiguous() and all(one.is_contiguous() for one in weight.tensors)
-    assert config.kind is not PackedKind.TILE or call.norm_weight is None, "tiles have no norm"
     pdl = runtime.use_dependent_launch(call.x.device)
     unread = call.out  # a pointer for the operands this call does not read
     data, layout = _readable(weight)
@@ -82,11 +82,6 @@ def prepare_packed(call: PackedCall, config: PackedConfig) -> runtime.Launch:
         "launch_pdl": pdl,
     }
     num_tiles = triton.cdiv(call.num_outputs, config.block_n)
-    if config.kind is PackedKind.TILE:
-        operands = (call.x, *packed, *around, call.num_outputs, num_rows)
-        settings |= {"BLOCK_B": config.block_b, "J": config.block_k, "STAGES": config.num_stages}
-        grid = (triton.cdiv(num_rows, config.block_b), num_tiles)
-        return runtime.Launch(packed_tile_kernel, grid, operands, settings)
     norm = unread if call.norm_weight is None else call.norm_weight
     operands = (call.x, norm, *packed, *around, call.num_outputs, call.eps)
     settings |= {"HAS_NORM": call.norm_weight is not None}
@@ -96,6 +91,41 @@ def prepare_packed(call: PackedCall, config: PackedConfig) -> runtime.Launch:
     block_b = max(8, triton.next_power_of_2(num_rows))
     settings |= {"BLOCK_B": block_b, "J": config.block_k, "SLICES": config.slices, "STAGES": config.num_stages}
     return runtime.Launch(packed_sliced_kernel, (num_tiles,), (*operands, num_rows), settings)
+
+
+def prepare_tiles(call: PackedCall, config: PackedConfig) -> list[runtime.Launch]:
+    """The launches of a TILE product: the tiles; and where K is in pieces or rows are gated, their join. No norm."""
+    weight, num_rows = call.weight, call.x.shape[0]
+    assert config.kind is PackedKind.TILE and call.norm_weight is None, "tiles have no norm"
+    assert call.x.is_contiguous() and call.out.is_contiguous() and all(one.is_contiguous() for one in weight.tensors)
+    pdl = runtime.use_dependent_launch(call.x.device)
+    is_partial = config.slices > 1 or call.mode is LinearMode.GATED
+    num_columns = weight.shape[0]
+    out = call.out
+    if is_partial:
+        out = torch.empty(config.slices, num_rows, num_columns, dtype=torch.float32, device=call.x.device)
+    data, layout = _readable(weight)
+    bias = call.out if call.bias is None else call.bias
+    residual = call.out if call.residual is None else call.residual
+    zero = call.out if weight.zero is None else weight.zero
+    shared = {
+        "GROUP": weight.group_size, "MODE": int(call.mode), "HAS_BIAS": call.bias is not None, "SPLITS": config.slices,
+        "PDL": pdl, "launch_pdl": pdl,
+    }  # fmt: skip
+    tiles = {
+        "K": weight.shape[1], "BLOCK_B": config.block_b, "BLOCK_N": config.block_n, "J": config.block_k,
+        "STAGES": config.num_stages, "ROW_BLOCK": weight.row_block, "LAYOUT": layout, "IS_PARTIAL": is_partial,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    grid = (triton.cdiv(num_rows, config.block_b), triton.cdiv(num_columns, config.block_n), config.slices)
+    operands = (call.x, data, weight.scale, zero, bias, residual, out, num_columns, num_rows)
+    launches = [runtime.Launch(packed_tile_kernel, grid, operands, shared | tiles)]
+    if is_partial:
+        joined = {"BLOCK": _BLOCK, "IS_GELU": call.is_gelu, "num_warps": 4}
+        operands = (out, weight.scale, bias, residual, call.out, call.num_outputs, num_rows)
+        grid = (num_rows, triton.cdiv(call.num_outputs, _BLOCK))
+        launches.append(runtime.Launch(finish_kernel, grid, operands, shared | joined))
+    return launches
 
 
 def norm_linear(
@@ -119,7 +149,7 @@ def norm_linear(
     call = PackedCall(LinearMode.PLAIN, x, norm_weight, eps, weight, bias, None, out)
     if _run(call):
         return out
-    return _library_linear(_normed(x, norm_weight, eps), weight, bias, out)
+    return _library_linear(call, out)
 
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, activation: str) -> Tensor:
@@ -133,7 +163,7 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weig
     if _run(call):
         return out
     both = x.new_empty(x.shape[0], weight.shape[0])
-    return gate_mul(_library_linear(_normed(x, norm_weight, eps), weight, None, both), is_gelu)
+    return gate_mul(_library_linear(call, both), is_gelu)
 
 
 def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -144,7 +174,7 @@ def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Te
     call = PackedCall(LinearMode.RESIDUAL, x, None, 0.0, weight, bias, residual, residual)
     if _run(call):
         return residual
-    return residual.add_(_library_linear(x, weight, bias, torch.empty_like(residual)))
+    return residual.add_(_library_linear(call, torch.empty_like(residual)))
 
 
 def norm_linear_argmax(
@@ -160,21 +190,15 @@ def _run(call: PackedCall) -> bool:
     x = call.x
     num_rows = x.shape[0]
     config = select_packed_config(call.weight, num_rows, x.dtype, call.mode is LinearMode.GATED)
-    if config.kind is PackedKind.WIDEN:
+    is_tiled = config.kind is PackedKind.TILE
+    if config.kind is PackedKind.WIDEN or (is_tiled and _has_fp8_product(x, call.weight)):
         return False
     # A float16 row times the norm weight could overflow before the norm's factor is applied.
-    is_norm_apart = num_rows > MAX_SLICED_ROWS or x.dtype is torch.float16 or config.kind is PackedKind.TILE
-    if call.norm_weight is not None and is_norm_apart:
-        hidden = rms_norm(x, call.norm_weight, call.eps)
-        call = PackedCall(
-            call.mode, hidden, None, 0.0, call.weight, call.bias, call.residual, call.out, call.is_gelu
-        )  # fmt: skip
-    prepare_packed(call, config).run()
+    if call.norm_weight is not None and (is_tiled or x.dtype is torch.float16):
+        call = replace(call, x=rms_norm(x, call.norm_weight, call.eps), norm_weight=None)
+    for launch in prepare_tiles(call, config) if is_tiled else [prepare_packed(call, config)]:
+        launch.run()
     return True
-
-
-def _normed(x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    return x if norm_weight is None else rms_norm(x, norm_weight, eps)
 
 
 def _readable(weight: Weight) -> tuple[Tensor, int]:
@@ -184,22 +208,24 @@ def _readable(weight: Weight) -> tuple[Tensor, int]:
     return weight.data, _LAYOUTS[weight.layout]
 
 
-def _library_linear(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-    """x @ weight.T + bias by the vendor's products, into out [T, N]."""
+def _library_linear(call: PackedCall, out: Tensor) -> Tensor:
+    """rms_norm(x) @ weight.T + bias by the vendor's products, into out [T, N]; the mode is the caller's."""
+    x, weight = call.x, call.weight
     if _has_fp8_product(x, weight):
-        rows, scale = rows_to_fp8(x)
+        rows, scale = rows_to_fp8(x, call.norm_weight, call.eps)
         assert weight.scale is not None
         product = torch._scaled_mm(
-            rows, weight.data.t(), scale_a=scale, scale_b=weight.scale.t(), bias=bias, out_dtype=x.dtype
+            rows, weight.data.t(), scale_a=scale, scale_b=weight.scale.t(), bias=call.bias, out_dtype=x.dtype
         )
         return out.copy_(product)
+    if call.norm_weight is not None:
+        x = rms_norm(x, call.norm_weight, call.eps)
     num_rows, width = weight.shape
     step = max(1, _SLAB_BYTES // (width * x.dtype.itemsize) // weight.row_block) * weight.row_block
     for start in range(0, num_rows, step):
-        rows = slice(start, min(start + step, num_rows))
-        slab = widen_rows(weight, rows, x.dtype)
-        torch.mm(x, slab.t(), out=out[:, rows])
-    return out if bias is None else out.add_(bias)
+        rows_of_slab = slice(start, min(start + step, num_rows))
+        torch.mm(x, widen_rows(weight, rows_of_slab, x.dtype).t(), out=out[:, rows_of_slab])
+    return out if call.bias is None else out.add_(call.bias)
 
 
 def _has_fp8_product(x: Tensor, weight: Weight) -> bool:
@@ -209,16 +235,17 @@ def _has_fp8_product(x: Tensor, weight: Weight) -> bool:
     return is_row_scaled and fits and x.dtype is torch.bfloat16 and x.is_cuda and runtime.use_dependent_launch(x.device)
 
 
-def rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to e4m3: float [T, K] -> float8_e4m3fn [T, K] and float32 [T, 1], what each row is multiplied by."""
+def rows_to_fp8(x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Normalise rows and round them to e4m3: [T, K] -> float8_e4m3fn [T, K], and float32 [T, 1] to multiply them by."""
     num_rows, width = x.shape
     out = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     pdl = runtime.use_dependent_launch(x.device)
     block = triton.next_power_of_2(width)
     rows_to_fp8_kernel[(num_rows,)](
-        x, out, scale, width, BLOCK=block, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl
-    )
+        x, x if norm_weight is None else norm_weight, out, scale, width, eps, BLOCK=block,
+        HAS_NORM=norm_weight is not None, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
     return out, scale
 
 

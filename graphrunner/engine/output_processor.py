@@ -54,6 +54,7 @@ class _Sequence:
     last_token_s: float = 0.0
     is_finished: bool = False
     num_tokens: int = 0
+    is_steady: bool = False  # streamed, past its first token, without logprobs, stop strings or siblings
 
 
 @dataclass(slots=True)
@@ -123,6 +124,7 @@ class OutputProcessor:
         """Take in what a step added. Outputs of requests that are gone are dropped."""
         touched: dict[str, tuple[_State, list[_Sequence]]] = {}
         to_finish: list[str] = []
+        steady: list[RequestOutput] = []
         now_s = time.perf_counter()
         for output in outputs:
             found = self._parents.get(output.request_id)
@@ -131,11 +133,17 @@ class OutputProcessor:
             state, sequence = found
             if sequence.is_finished:
                 continue
+            if sequence.is_steady and _is_plain(output):
+                piece = self._next_piece(state, sequence, output.new_token_ids[0], now_s)
+                if piece is not None:
+                    steady.append(piece)
+                    continue
             num_before = sequence.num_tokens
             if self._take(state, sequence, output):
                 to_finish.append(output.request_id)
             if sequence.is_finished:
                 state.num_unfinished -= 1
+            sequence.is_steady = _is_steady(state, sequence)
             if self._metrics is not None:
                 _measure(self._metrics, sequence, num_before, output, len(state.prompt_token_ids), now_s)
             touched.setdefault(state.request_id, (state, []))[1].append(sequence)
@@ -143,7 +151,32 @@ class OutputProcessor:
         for state, _ in touched.values():
             if state.num_unfinished == 0:
                 self.remove_request(state.request_id)
-        return ProcessedOutputs(made, to_finish)
+        return ProcessedOutputs(steady + made, to_finish)
+
+    def _next_piece(self, state: _State, sequence: _Sequence, token_id: int, now_s: float) -> RequestOutput | None:
+        """What `_take`, `_measure` and `_output_of` make of a streamed token with nothing special about it.
+
+        Nearly every token of a busy server is one; at hundreds of streams the general way would be most of a step.
+        None, with nothing done, when the token is special after all.
+        """
+        assert sequence.detokenizer is not None
+        try:
+            text = sequence.detokenizer.whole_text_of(token_id)
+        except Exception:  # the general way meets it again, and knows what to do with it
+            return None
+        if text is None:
+            return None
+        sequence.num_tokens += 1
+        if self._metrics is not None:
+            self._metrics.add_tokens(1, now_s - sequence.last_token_s)
+            sequence.last_token_s = now_s
+        return RequestOutput(
+            state.request_id,
+            state.prompt,
+            state.prompt_token_ids,
+            [CompletionOutput(sequence.completion.index, text, [token_id])],
+            num_cached_tokens=state.num_cached_tokens,
+        )
 
     def _take(self, state: _State, sequence: _Sequence, output: EngineOutput) -> bool:
         """Add an output to its sequence; whether the sequence ended here, unknown to the engine."""
@@ -222,6 +255,25 @@ def _new_sequence(index: int, params: SamplingParams, tokenizer: Tokenizer | Non
     if params.stop_strings:
         matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
     return _Sequence(completion, detokenizer, matcher, params.min_tokens)
+
+
+def _is_steady(state: _State, sequence: _Sequence) -> bool:
+    """Whether the next token may take the short way, `OutputProcessor._next_piece`."""
+    return (
+        state.kind is RequestOutputKind.DELTA
+        and state.params.n == 1
+        and sequence.num_tokens > 0
+        and sequence.detokenizer is not None
+        and sequence.matcher is None
+        and sequence.completion.logprobs is None
+        and sequence.completion.speculation is None
+        and state.prompt_logprobs is None
+    )
+
+
+def _is_plain(output: EngineOutput) -> bool:
+    """Whether an output is one token in the middle of a text."""
+    return len(output.new_token_ids) == 1 and output.finish_reason is None and not output.num_drafts
 
 
 def _is_silent(output: EngineOutput, place: int, params: SamplingParams) -> bool:

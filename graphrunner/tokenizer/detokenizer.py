@@ -48,11 +48,14 @@ class IncrementalDetokenizer:
 
     def append_one(self, token_id: int) -> str:
         """The same for one id, at the least cost: most tokens are whole characters, whose text is known already."""
-        if self._is_between_characters and token_id not in self._special_ids and self._pieces is not None:
-            text = self._pieces.text_of(token_id)
-            if text is not None:
-                return text
-        return self.append((token_id,))
+        text = self.whole_text_of(token_id)
+        return self.append((token_id,)) if text is None else text
+
+    def whole_text_of(self, token_id: int) -> str | None:
+        """The next id's text when it depends on no neighbour: it has then been taken. None, with nothing done, else."""
+        if self._pieces is None or not self._is_between_characters or token_id in self._special_ids:
+            return None
+        return self._pieces.text_of(token_id)
 
     def finish(self) -> str:
         """The rest: what an unfinished character leaves (U+FFFD). Call once, when no id will follow."""

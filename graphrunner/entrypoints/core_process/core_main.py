@@ -25,15 +25,20 @@ FLUSH_MS = 2000
 LENGTH = struct.Struct("<Q")
 
 
-def main() -> None:
-    """Run one core. Its standard input gives the settings, and its end means that the front is gone."""
+def main(build: Callable[[EngineConfig], ServedEngine] | None = None) -> None:
+    """Run one core. Its standard input gives the settings, and its end means that the front is gone.
+
+    Args:
+        build: makes the engine; by default the real one.
+    """
     # The front decides: a terminal's Ctrl-C and a service manager's SIGTERM reach every process of the service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = _read_start(sys.stdin.buffer)
     die_with_parent(start.parent_pid, sys.stdin.fileno())
     setup_logging(log_level(), start.config.telemetry.log_format)
-    if run_core(lambda: _built(start.config), start.addresses) is not None:
+    make = build or _built
+    if run_core(lambda: make(start.config), start.addresses) is not None:
         sys.exit(EXIT_FAILED)
 
 

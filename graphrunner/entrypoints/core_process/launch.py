@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -38,13 +38,16 @@ class CoreProcess:
 
     Made on the thread that lives as long as the front: Linux ends the process when the thread that started it ends.
 
+    Args:
+        command: what to run; it reads its `Start` from standard input, as `core_main` does.
+
     Raises:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, config: EngineConfig, addresses: CoreAddresses, on_exit: OnExit) -> None:
+    def __init__(self, config: EngineConfig, addresses: CoreAddresses, on_exit: OnExit, command: Sequence[str]) -> None:
         start = encode(Start(config, addresses, os.getpid()))
-        self._process = subprocess.Popen(_command(), stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died already, which `on_exit` will say
             self._process.stdin.write(LENGTH.pack(len(start)) + start)
@@ -78,12 +81,13 @@ class CoreProcess:
         self._on_exit(_described(self._process.wait()))
 
 
-def launcher(config: EngineConfig) -> LaunchCore:
-    """Starts cores with these settings."""
-    return lambda addresses, on_exit: CoreProcess(config, addresses, on_exit)
+def launcher(config: EngineConfig, command: Sequence[str] | None = None) -> LaunchCore:
+    """Starts cores with these settings; with `command`, others than our own."""
+    return lambda addresses, on_exit: CoreProcess(config, addresses, on_exit, command or core_command())
 
 
-def _command() -> list[str]:
+def core_command() -> list[str]:
+    """Our own core."""
     # The folder a user stands in is on the child's path exactly when it is on ours.
     is_cwd_ours = "" in sys.path or os.getcwd() in sys.path
     return [sys.executable, *([] if is_cwd_ours else ["-P"]), "-m", "graphrunner.entrypoints.core_process"]

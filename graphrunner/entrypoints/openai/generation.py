@@ -149,7 +149,7 @@ class Generation:
             return
         try:
             for each in output.outputs:
-                if each.finish_reason in _FAILED:
+                if each.finish_reason is not None and each.finish_reason in _FAILED:
                     raise _given_up()
             data = events.take(prompt_index, output)
             if output.finished:

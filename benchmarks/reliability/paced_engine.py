@@ -1,6 +1,6 @@
 """A core process that computes nothing: one token a request a step, steps at a given pace. For what is not the model.
 
-    python benchmarks/reliability/paced_engine.py --step-ms 20      (started by a front, with its settings on stdin)
+python benchmarks/reliability/paced_engine.py --step-ms 20      (started by a front, with its settings on stdin)
 """
 
 import argparse
@@ -71,7 +71,8 @@ class PacedEngine:
         raise InvalidRequestError("input", "", "this engine makes no embeddings")
 
     def finish(self, sequences: Sequence[str], reason: FinishReason) -> bool:
-        return any([self._live.pop(each, None) is not None for each in sequences])
+        was_live = [self._live.pop(each, None) is not None for each in sequences]
+        return any(was_live)
 
     def step(self) -> list[EngineOutput]:
         now_s = time.perf_counter()

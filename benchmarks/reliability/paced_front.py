@@ -1,10 +1,9 @@
 """The real front before a paced core: `graphrunner serve` without a model.
 
-    python benchmarks/reliability/paced_front.py --port 8001 --step-ms 20 [--written FILE] [--profile FILE]
+python benchmarks/reliability/paced_front.py --port 8001 --step-ms 20 [--written FILE] [--profile FILE]
 """
 
 import argparse
-import asyncio
 import cProfile
 import sys
 import time
@@ -13,12 +12,11 @@ from pathlib import Path
 
 from graphrunner.config.engine_config import EngineConfig, LoadConfig
 from graphrunner.engine.tokenizer import load_tokenizer, source_of
-from graphrunner.entrypoints.cli.serve import _loop_factory
+from graphrunner.entrypoints.cli.serve import run_server
 from graphrunner.entrypoints.core_process.launch import launcher
 from graphrunner.entrypoints.core_process.messages import News
 from graphrunner.entrypoints.openai.async_engine import AsyncEngine
 from graphrunner.entrypoints.openai.outbox import DirectProtocol
-from graphrunner.entrypoints.openai.serve import ServerProcess
 from graphrunner.entrypoints.openai.server_options import ServerOptions
 
 ENGINE = Path(__file__).with_name("paced_engine.py")
@@ -53,15 +51,8 @@ def serve(arguments: argparse.Namespace) -> None:
     if arguments.times:
         command += ["--times", str(arguments.times)]
 
-    def make_engine(on_death: Callable[[], None]) -> AsyncEngine:
-        return AsyncEngine(
-            launcher(config, command), lambda: load_tokenizer(config.load, source_of(config.load)), on_death=on_death
-        )
-
     options = ServerOptions(port=arguments.port, log_requests=False, max_concurrent_requests=4096)
-    process = ServerProcess(make_engine, options, on_ready=lambda: print("ready", flush=True))
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(process.run())
+    run_server(launcher(config, command), lambda: load_tokenizer(config.load, source_of(config.load)), options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Many streaming clients in one process, each a plain socket: cheap enough to leave the cores to the server.
 
-    python benchmarks/reliability/stream_client.py --port 8001 --num-clients 256 --num-tokens 200 --json FILE
+python benchmarks/reliability/stream_client.py --port 8001 --num-clients 256 --num-tokens 200 --json FILE
 """
 
 import argparse

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import typer
 
 from graphrunner.config.env import log_level
 from graphrunner.entrypoints.cli.sampling_options import Model
 from graphrunner.telemetry.log import setup_logging
+
+if TYPE_CHECKING:
+    from graphrunner.entrypoints.core_process.launch import LaunchCore
+    from graphrunner.entrypoints.openai.server_options import ServerOptions
+    from graphrunner.tokenizer.tokenizer import Tokenizer
 
 
 def serve(
@@ -23,8 +29,6 @@ def serve(
     from graphrunner.config.options import engine_config_from_options
     from graphrunner.engine.tokenizer import load_tokenizer, source_of
     from graphrunner.entrypoints.core_process.launch import launcher
-    from graphrunner.entrypoints.openai.async_engine import AsyncEngine
-    from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
     from graphrunner.entrypoints.openai.server_options import server_options_from
 
     options = server_options_from(server_options)
@@ -33,13 +37,21 @@ def serve(
     if options.log_requests:
         logging.getLogger("graphrunner.access").setLevel(logging.INFO)
 
+    run_server(launcher(config), lambda: load_tokenizer(config.load, source_of(config.load)), options)
+
+
+def run_server(launch: LaunchCore, read_tokenizer: Callable[[], Tokenizer | None], options: ServerOptions) -> None:
+    """Serve one core until a signal or its death; says on stderr where and when, and why it ended.
+
+    Args:
+        launch: starts the core.
+        read_tokenizer: called on a thread while the core loads.
+    """
+    from graphrunner.entrypoints.openai.async_engine import AsyncEngine
+    from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
+
     def make_engine(on_death: Callable[[], None]) -> AsyncEngine:
-        return AsyncEngine(
-            launcher(config),
-            lambda: load_tokenizer(config.load, source_of(config.load)),
-            on_death=on_death,
-            may_restart=options.restart_engine,
-        )
+        return AsyncEngine(launch, read_tokenizer, on_death=on_death, may_restart=options.restart_engine)
 
     server = ServerProcess(
         make_engine,
@@ -51,7 +63,7 @@ def serve(
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(server.run())
     except ServerFailedError as error:
-        typer.echo(f"graphrunner: {error}", err=True)
+        typer.echo(f"graphrunner: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(error.exit_code) from None
 
 

@@ -2,19 +2,29 @@
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_INTERRUPTED = 130
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process here without a word, as it ends programs that are not Python.
+
+    For the time in which modules load: there is nothing to clean up, and no place to catch a KeyboardInterrupt well.
+    """
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
     """Run the command line; Ctrl-C ends it without a traceback at any moment."""
-    # While modules load there is nothing to clean up, and no place where a KeyboardInterrupt could be caught well.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        from graphrunner.entrypoints.cli.main import app
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    else:
+    with ending_at_once():
         from graphrunner.entrypoints.cli.main import app
     try:
         app()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from typing import BinaryIO
@@ -15,14 +14,21 @@ from graphrunner.config.engine_config import EngineConfig
 from graphrunner.config.env import log_level
 from graphrunner.core.errors import GraphRunnerError
 from graphrunner.entrypoints.core_process.core_loop import CoreLoop, ServedEngine
-from graphrunner.entrypoints.core_process.messages import CoreAddresses, Failed, Hello, Start, decode_start, encode
+from graphrunner.entrypoints.core_process.messages import (
+    START_LENGTH,
+    CoreAddresses,
+    Failed,
+    Hello,
+    Start,
+    decode_start,
+    encode,
+)
 from graphrunner.entrypoints.core_process.parent_watch import die_with_parent
 from graphrunner.telemetry.log import get_logger, setup_logging
 
 log = get_logger(__name__)
 EXIT_FAILED = 1
 FLUSH_MS = 2000
-LENGTH = struct.Struct("<Q")
 
 
 def main(build: Callable[[EngineConfig], ServedEngine] | None = None) -> None:
@@ -97,5 +103,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _read_start(stream: BinaryIO) -> Start:
-    (num_bytes,) = LENGTH.unpack(stream.read(LENGTH.size))
+    (num_bytes,) = START_LENGTH.unpack(stream.read(START_LENGTH.size))
     return decode_start(stream.read(num_bytes))

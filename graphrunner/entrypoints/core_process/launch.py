@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from graphrunner.config.engine_config import EngineConfig
-from graphrunner.entrypoints.core_process.core_main import LENGTH
-from graphrunner.entrypoints.core_process.messages import CoreAddresses, Start, encode
+from graphrunner.entrypoints.core_process.messages import START_LENGTH, CoreAddresses, Start, encode
 
 _POLL_S = 0.01
 
@@ -50,7 +49,7 @@ class CoreProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died already, which `on_exit` will say
-            self._process.stdin.write(LENGTH.pack(len(start)) + start)
+            self._process.stdin.write(START_LENGTH.pack(len(start)) + start)
             self._process.stdin.flush()
         self._on_exit = on_exit
         self._watcher = threading.Thread(target=self._watch, name="core-watch", daemon=True)

@@ -5,6 +5,7 @@ Commands go to the core, reports come back. Settings, parameters, outputs and re
 
 from __future__ import annotations
 
+import struct
 from enum import Enum
 
 import msgspec
@@ -131,6 +132,9 @@ def refusal_of(request_id: str, error: Exception) -> Refused:
         return Refused(request_id, kind, error.field, value, error.problem)
     return Refused(request_id, RefusalKind.BROKEN, "", None, f"{type(error).__name__}: {error}")
 
+
+START_LENGTH = struct.Struct("<Q")
+"""Stands before a `Start` on a core's standard input, which stays open behind it."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -1,0 +1,27 @@
+"""A core process with a scripted engine in it: `python scripted_core.py [--load-s S] [--fail TEXT]`."""
+
+import argparse
+import time
+
+from scripted_engine import FakeEngine
+
+from graphrunner.config.engine_config import EngineConfig
+from graphrunner.core.errors import ModelLoadError
+from graphrunner.entrypoints.core_process.core_main import main
+
+
+def build(config: EngineConfig) -> FakeEngine:
+    time.sleep(arguments.load_s)
+    if arguments.fail == "memory":
+        raise MemoryError
+    if arguments.fail is not None:
+        raise ModelLoadError(arguments.fail)
+    return FakeEngine()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--fail")
+    arguments = parser.parse_args()
+    main(build)

@@ -4,8 +4,9 @@
 
 Each start is a process of its own, timed from outside: interpreter, imports, weights, kernels, graphs, the first token
 of a 32-token prompt. "Cold" has an empty folder for everything that is compiled or tuned; "warm" is the next process
-on the same folder. "capture" is the recording of all default decode and prefill sizes in the warm start. "phase_gap"
-is what the phase table leaves unexplained of the warm start's time.
+on the same folder. "capture" is the recording of all default decode and prefill sizes in the warm start. "memory" is
+what the card holds when it is ready, of the share that --gpu-memory-utilization allows. "phase_gap" is what the phase
+table leaves unexplained of the warm start's time.
 """
 
 import argparse
@@ -67,6 +68,8 @@ def measure(shape: str, device: str, options: list[str], cache: Path, sink: RowS
 def warm_rows(shape: str, account: Mapping, sink: RowSink) -> None:
     """What only a start with compiled kernels can say."""
     sink.row(Row.of(f"capture/{shape}", account["capture_s"], "s"))
+    if account["limit_mib"]:
+        sink.row(Row.of(f"start/memory/{shape}", 100 * account["used_mib"] / account["limit_mib"], "%"))
     gap_s = account["total_s"] - sum(account["phases_s"].values())
     sink.row(Row.of(f"start/phase_gap/{shape}", 100 * abs(gap_s) / account["total_s"], "%"))
 
@@ -74,8 +77,10 @@ def warm_rows(shape: str, account: Mapping, sink: RowSink) -> None:
 def print_phases(account: Mapping) -> None:
     """The phase table, and what capture made."""
     for phase, seconds in account["phases_s"].items():
-        print(f"   {phase:24s} {seconds:7.2f} s")
-    print(f"   {'together':24s} {sum(account['phases_s'].values()):7.2f} s of {account['total_s']:.2f} s")
+        memory = account["memory_mib"].get(phase, {"used": 0, "estimated": None})
+        estimate = "" if memory["estimated"] is None else f", estimated {memory['estimated']} MiB"
+        print(f"   {phase:36s} {seconds:7.2f} s {memory['used']:8d} MiB{estimate}")
+    print(f"   {'together':36s} {sum(account['phases_s'].values()):7.2f} s of {account['total_s']:.2f} s")
     graphs = account["graphs"]
     print(
         f"   {len(graphs)} graphs, {account['num_failed']} failed, {account['capture_s']:.2f} s of recording",
@@ -84,24 +89,18 @@ def print_phases(account: Mapping) -> None:
 
 
 def child(shape: str, device: str, options: dict[str, object], account: Path) -> None:
-    """The process that is timed. Its imports are late on purpose: they are a phase."""
+    """The process that is timed. Its account begins with the process and is the engine's own."""
     started_s = float(os.environ["CAPTURE_TIME_STARTED_S"])
-    begin_s = time.time()
-    import torch
-
-    from graphrunner import SamplingParams
-
-    if device == "cuda":
-        torch.cuda.init()
-    imported_s = time.time()
     llm = build_llm(shape, device, options)
     built_s = time.time()
+    from graphrunner import SamplingParams
+
     first = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate(prompt(PROMPT_LEN, 0, ALL_SHAPES[shape]["vocab_size"]), first, use_tqdm=False)
     ready_s = time.time()
     report = llm.graph_report()
-    phases = {"interpreter": begin_s - started_s, "imports": imported_s - begin_s}
-    phases |= build_phases(llm, built_s - imported_s) | {"first token": ready_s - built_s}
+    start = llm.startup_report()
+    phases = {phase.name: phase.seconds for phase in start.phases} | {"first token": ready_s - built_s}
     graphs = [
         {
             "runner": each.runner, "num_tokens": each.key.num_tokens, "num_reqs": each.key.num_reqs,
@@ -113,7 +112,13 @@ def child(shape: str, device: str, options: dict[str, object], account: Path) ->
     result = {
         "total_s": ready_s - started_s,
         "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
-        "capture_s": sum(each["ms"] for each in graphs) / 1e3,
+        "capture_s": sum(seconds for name, seconds in phases.items() if name.startswith("capture")),
+        "memory_mib": {
+            phase.name: {"used": _mib(phase.num_bytes), "estimated": _mib(phase.estimated_bytes)}
+            for phase in start.phases
+        },
+        "limit_mib": _mib(start.limit_bytes),
+        "used_mib": _mib(start.used_bytes),
         "num_failed": len(report.failed),
         "graphs": graphs,
     }
@@ -121,9 +126,8 @@ def child(shape: str, device: str, options: dict[str, object], account: Path) ->
     llm.close()
 
 
-def build_phases(llm: object, build_s: float) -> dict[str, float]:
-    """The engine's own account of its construction, or its construction as one phase."""
-    return {"engine": build_s}
+def _mib(num_bytes: int | None) -> int | None:
+    return None if num_bytes is None else num_bytes >> 20
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ def _marks() -> dict[str, Mark]:
         "start/warm/8B": Mark(15.0),
         "start/cold/8B": Mark(40.0),
         "start/phase_gap/8B": Mark(5.0),
+        "start/memory/8B": Mark(100.0),
     }
 
 

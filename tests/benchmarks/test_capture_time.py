@@ -20,6 +20,9 @@ def test_cold_comes_before_warm_and_a_start_that_fails_costs_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     account = {
+        "memory_mib": {"capture": {"used": 300, "estimated": 310}},
+        "limit_mib": 1000,
+        "used_mib": 990,
         "total_s": 2.0,
         "phases_s": {"imports": 1.5, "capture": 0.4},
         "capture_s": 0.4,
@@ -40,4 +43,4 @@ def test_cold_comes_before_warm_and_a_start_that_fails_costs_its_rows(
     assert "no first token" in printed and "start/cold/8B" not in printed
     assert "start/warm/8B" in printed and "capture/8B" in printed
     assert "fall short" not in printed.split("capture/8B")[1].splitlines()[0]
-    assert "start/phase_gap/8B" in printed
+    assert "start/phase_gap/8B" in printed and "start/memory/8B" in printed

@@ -96,7 +96,7 @@ def test_a_task_over_its_limit_is_ended(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_plan_measures_every_mark() -> None:
-    measured = {"start/phase_gap/8B", "capture/8B"}
+    measured = {"start/phase_gap/8B", "start/memory/8B", "capture/8B"}
     for task, shapes in PLAN:
         for shape in shapes:
             measured |= {

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marks import NANO_TOKENS_PER_S, PEER_DECODE_MS, PEER_OFFLINE_TOKENS_PER_S
+from marks import NANO_TOKENS_PER_S, PEER_DECODE_MS, PEER_FIRST_TOKEN, PEER_OFFLINE_TOKENS_PER_S
 from result_rows import ROOT, Row, load_rows, sort_key
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -89,6 +89,8 @@ def _profile(name: str, step: dict) -> str:
 
 def peer_of(name: str) -> float | None:
     """What another engine measured on such a machine: vLLM 0.26.0, or nano-vllm for its own workload."""
+    if name in PEER_FIRST_TOKEN:
+        return PEER_FIRST_TOKEN[name]
     kind, _, rest = name.partition("/")
     shape, _, batch = rest.partition("/batch")
     if kind == "decode" and batch:

@@ -13,6 +13,7 @@ from pathlib import Path
 from marks import PEER_DECODE_MS
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from result_rows import ROOT, Row, load_rows
 
 SHAPES = ("0.6B", "1B", "8B")
@@ -41,6 +42,9 @@ def decode_figure(rows: Rows, profiles: Profiles) -> Figure | None:
         panel.plot(batches, [row.floor for row in measured], ":", color=FLOOR, label="floor")
         panel.set(xscale="log", yscale="log", xlabel="batch", title=shape)
         panel.set_xticks(batches, [str(batch) for batch in batches])
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
         panel.grid(True, which="both", alpha=0.2)
     panels[0][0].set_ylabel("ms a decode step")
     panels[0][0].legend(fontsize=8)
@@ -93,7 +97,7 @@ def profile_figure(rows: Rows, profiles: Profiles) -> Figure | None:
     colours = pyplot.get_cmap("tab20")
     for index, kernel in enumerate([*named, "other kernels", "idle"]):
         shares = [_share(value, kernel, named) for value in steps.values()]
-        panel.barh(names, shares, left=begin, color=colours(index), label=kernel)
+        panel.barh(names, shares, left=begin, color=colours(index), label=kernel.lstrip("_"))
         begin = [place + share for place, share in zip(begin, shares, strict=True)]
     panel.set(xlabel="% of the device's time", xlim=(0, 100))
     panel.invert_yaxis()

@@ -68,7 +68,7 @@ def test_shortfalls_stand_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "peer"),
-    [("decode/8B/batch16", 5.44), ("offline/1B", 25_100), ("nano/0.6B/batch1", 392), ("ttft/8B", None)],
+    [("decode/8B/batch16", 5.44), ("offline/1B", 25_100), ("ttft/8B", 27.0), ("host_share/8B", None)],
 )  # fmt: skip
 def test_peers(name: str, peer: float | None) -> None:
     assert peer_of(name) == peer

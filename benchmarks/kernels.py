@@ -36,12 +36,17 @@ from graphrunner.kernels.triton.linear_tuning import (
     time_in_graph,
     tune_decode_linear,
 )
+from graphrunner.kernels.triton.prefill_attention import ExtendConfig, prepare_extend_attention
 from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 
 MODELS = {"0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
 PAGE_SIZE = 16
 CONTEXT = 1024
 MAX_STEPS = 256
+EXTEND_TOKENS = 8192
+EXTEND_CONFIGS = (
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2),
+)  # fmt: skip
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda", 0)
 
@@ -423,10 +428,62 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tu
     return table
 
 
+def _extend_problem(shape: Shape, place: torch.device):
+    """Operands of a chunk of EXTEND_TOKENS tokens: prompts of 960 that begin in it."""
+    lens = [960] * (EXTEND_TOKENS // 960) + [EXTEND_TOKENS % 960]
+    qkv = torch.empty(EXTEND_TOKENS, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=DTYPE, device=place)
+    pages_per_row = 60
+    size = (1 + len(lens) * pages_per_row, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    caches = tuple(torch.empty(size, dtype=DTYPE, device=place) for _ in range(2))
+    for tensor in (qkv, *caches) if place.type == "cuda" else ():
+        tensor.normal_()
+    layer = AttentionLayer(shape.head_dim**-0.5)
+    rows = torch.arange(1, len(lens) + 1, dtype=torch.int32, device=place)
+    table = (torch.arange((len(lens) + 1) * pages_per_row, dtype=torch.int32, device=place) + 1 - pages_per_row).view(
+        -1, pages_per_row
+    )
+    starts = torch.tensor([0, *lens]).cumsum(0).int().to(place)
+    unused = torch.zeros(EXTEND_TOKENS, dtype=torch.int64, device=place)
+    metadata = ExtendMetadata(unused, unused, torch.tensor(lens).int().to(place), rows, table, starts)
+    return qkv, layer, caches, metadata
+
+
+def _compile_extend(job: tuple[Shape, ExtendConfig]) -> str:
+    shape, config = job
+    qkv, layer, caches, metadata = _extend_problem(shape, torch.device("meta"))
+    try:
+        prepare_extend_attention(qkv, layer, caches, metadata, config, DEVICE, qkv).compile()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tune_extend(shapes: dict[str, Shape]) -> None:
+    """Time tiles of the prompts' flash pass, and print them, best first."""
+    configs = [ExtendConfig(*row) for row in EXTEND_CONFIGS]
+    errors = compile_all(_compile_extend, [(s, c) for s in shapes.values() for c in configs], os.cpu_count() or 1)
+    for name, shape in shapes.items():
+        qkv, layer, caches, metadata = _extend_problem(shape, DEVICE)
+        out = torch.empty(EXTEND_TOKENS, shape.heads * shape.head_dim, dtype=DTYPE, device=DEVICE)
+        timings = []
+        for config in configs:
+            if errors[shape, config]:
+                continue
+            launch = prepare_extend_attention(qkv, layer, caches, metadata, config, DEVICE, out)
+            try:
+                timings.append((time_in_graph(lambda launch=launch: [launch.run() for _ in range(8)], 8), config))
+            except Exception:
+                torch.cuda.synchronize()
+        for time_us, config in sorted(timings, key=lambda timing: timing[0]):
+            print(f"extend {name}: {time_us:7.1f} us {config}", flush=True)
+
+
 def run_steps(shapes: dict[str, Shape], batches: list[int], bandwidth: float, is_profiled: bool) -> list[dict]:
     """Time whole steps; one row a (shape, batch)."""
     rows = []
     for name, shape in shapes.items():
+        if not batches:
+            break
         model = Model(shape, max(batches))
         for batch in batches:
             floor = (shape.weight_bytes + shape.kv_bytes(batch)) / bandwidth / 1e9
@@ -456,6 +513,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="measure configurations before the steps")
     parser.add_argument("--tune-rows", default="1,2,4,8,16")
     parser.add_argument("--tune-attention", default="1,4,16,64,256", help="batches; empty for none")
+    parser.add_argument("--tune-extend", action="store_true", help="time tiles of the prompts' attention, too")
     parser.add_argument("--exhaustive", action="store_true", help="try every tile, also of shapes already tuned")
     parser.add_argument("--profile", action="store_true", help="print where the time of each step goes")
     parser.add_argument("--no-check", action="store_true")
@@ -463,12 +521,14 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.time()
     shapes = {name: Shape.of(MODELS[name]) for name in arguments.models.split(",")}
-    batches = [int(batch) for batch in arguments.batches.split(",")]
+    batches = [int(batch) for batch in arguments.batches.split(",") if batch]
     bandwidth = read_bandwidth_tb_s()
     print(f"{torch.cuda.get_device_name()}, read bandwidth {bandwidth:.2f} TB/s, torch {torch.__version__}")
     failed = 0 if arguments.no_check else run_checks(shapes)
     print(f"phase checks done at {time.time() - started:.0f} s", flush=True)
     tables: dict[str, dict[str, tuple]] = {}
+    if arguments.tune_extend:
+        tune_extend(shapes)
     if arguments.tune:
         tables["linear"] = tune_linears(
             shapes, [int(rows) for rows in arguments.tune_rows.split(",")], arguments.exhaustive

@@ -9,8 +9,9 @@ from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.scheduled_batch import ScheduledBatch
 
 MAX_DECODE_SIZE = 512
-MAX_PREFILL_SIZE = 2048
+MAX_DENSE_PREFILL_SIZE = 2048
 MAX_PADDING_FACTOR = 2
+MAX_LARGE_PADDING_FACTOR = 1.125  # above MAX_DENSE_PREFILL_SIZE, where compute is all of a step's time
 
 
 def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SIZE) -> tuple[int, ...]:
@@ -21,14 +22,15 @@ def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SI
 
 
 def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Token counts, finer when small; the budget itself is among them up to MAX_PREFILL_SIZE.
+    """Token counts, finer when small; the budget itself is always among them.
 
-    In larger steps the device is busy for longer than the host needs to launch them one kernel at a time.
+    Between MAX_DENSE_PREFILL_SIZE and the budget there are none: a full step, the common one while prompts wait, is
+    exactly the budget, and in the others the device is busy for longer than the host needs to launch its kernels.
     """
-    top = min(max_num_tokens, MAX_PREFILL_SIZE)
-    sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), top}
+    top = min(max_num_tokens, MAX_DENSE_PREFILL_SIZE)
+    sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), max_num_tokens}
     sizes |= set(range(1280, top + 1, 256))
-    return tuple(sorted(size for size in sizes if size <= top))
+    return tuple(sorted(size for size in sizes if size <= max_num_tokens))
 
 
 def user_sizes(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -44,8 +46,9 @@ def prefill_miss_reason(batch: ScheduledBatch, sizes: Sequence[int], max_reqs: i
     size = bucket_for(batch.num_tokens, sizes)
     if size is None:
         return GraphMiss(GraphMissReason.NUM_TOKENS, batch.num_tokens, sizes[-1])
-    if size > MAX_PADDING_FACTOR * batch.num_tokens:
-        return GraphMiss(GraphMissReason.PADDING, size, MAX_PADDING_FACTOR * batch.num_tokens)
+    factor = MAX_PADDING_FACTOR if size <= MAX_DENSE_PREFILL_SIZE else MAX_LARGE_PADDING_FACTOR
+    if size > factor * batch.num_tokens:
+        return GraphMiss(GraphMissReason.PADDING, size, int(factor * batch.num_tokens))
     return None
 
 

@@ -23,7 +23,12 @@ class DecodeColumns:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "DecodeColumns":
-        """Columns for `requests`, in that order."""
+        """Columns for `requests`, the longest first.
+
+        All of them grow alike, so the order lasts. A device that starts them in this order is not left with a long one
+        at the end, when the others are done.
+        """
+        requests = sorted(requests, key=lambda request: -request.cached_len)
         return cls(
             requests=tuple(requests),
             request_ids=tuple(request.request_id for request in requests),

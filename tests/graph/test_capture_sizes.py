@@ -20,7 +20,7 @@ def test_default_lists() -> None:
     assert default_decode_sizes(300, largest_allowed=256)[-1] == 256
     assert default_decode_sizes(1024)[-1] == 512
     assert default_prefill_sizes(100)[-1] == 100
-    assert default_prefill_sizes(8192)[-1] == 2048
+    assert default_prefill_sizes(8192)[-2:] == (2048, 8192)
     assert user_sizes([4, 1, 2, 99], limit=8) == (1, 2, 4)
     assert bucket_for(5, (1, 4)) is None
 

@@ -7,6 +7,9 @@ A tile packs BLOCK_TOKENS tokens times the query heads of one key head, so group
 Twin: reference.rope_store_attention. Source: FlashAttention-2 (Dao 2023), its loop order and running softmax.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +29,16 @@ from graphrunner.kernels.triton.decode_attention import attend_single_tokens
 
 FIXED_TILE_ROWS = 64
 """Between a decode row's one and a prompt's 128, for steps whose tiles must not depend on their size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """Launch configuration of the flash pass: rows a tile (tokens times grouped heads), keys a tile, warps, ring."""
+
+    num_rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @triton.jit
@@ -203,7 +216,12 @@ def rope_store(qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Ten
 
 
 def extend_attention(
-    qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, metadata: ExtendMetadata
+    qkv: Tensor,
+    layer: AttentionLayer,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: ExtendMetadata,
+    config: ExtendConfig | None = None,
 ) -> Tensor:
     """Normalise, rotate, store and attend any mix of prompt chunks and decode rows.
 
@@ -212,40 +230,83 @@ def extend_attention(
         layer: what the layer computes.
         k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
         metadata: the step; requests without queries and tokens past query_start_loc[-1] are padding.
+        config: launch configuration of the flash pass, or None for the default of these sizes.
 
     Returns:
         [T, Hq * D], dtype of qkv; rows of padding tokens are zero.
 
     In graph: yes. Sync: none.
     """
-    num_tokens, num_requests = qkv.shape[0], metadata.seq_lens.shape[0]
-    _, page_size, num_kv_heads, head_dim = k_cache.shape
-    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    out = qkv.new_zeros(num_tokens, num_q_heads * head_dim)
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    out = qkv.new_zeros(num_tokens, qkv.shape[1] - 2 * num_kv_heads * head_dim)
     if num_tokens == 0:
         return out
-    has_singles = num_requests > 1
-    if has_singles:
+    if metadata.seq_lens.shape[0] > 1:
         attend_single_tokens(qkv, layer, k_cache, v_cache, metadata, out)
     rope_store(qkv, layer, k_cache, v_cache, metadata)
-    padded_group = triton.next_power_of_2(num_q_heads // num_kv_heads)
-    padded_dim = triton.next_power_of_2(head_dim)
-    is_small = qkv.dtype.itemsize == 2 and padded_dim <= 128
-    wanted_rows = 128 if is_small and num_tokens > 64 else 16
-    if metadata.has_fixed_tiles:
-        wanted_rows = FIXED_TILE_ROWS if is_small else 16
-    num_rows = max(wanted_rows, padded_group)
-    tokens_per_tile = num_rows // padded_group
-    pdl = runtime.use_dependent_launch(qkv.device)
-    grid = (triton.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)
-    _extend_attention_kernel[grid](
-        qkv, k_cache, v_cache, metadata.page_table, metadata.request_rows, metadata.seq_lens,
-        metadata.query_start_loc, out, metadata.page_table.shape[1], num_requests,
-        2 if has_singles else 1, layer.scale * LOG2_E * layer.k_scale, layer.soft_cap, layer.v_scale,
-        layer.sliding_window, HQ=num_q_heads,
-        HK=num_kv_heads, D=head_dim, DP=padded_dim, GP=padded_group, TOKENS=tokens_per_tile,
-        BLOCK_N=64 if is_small else 32, BLOCK_R=triton.next_power_of_2(num_requests), PAGE=page_size,
-        HAS_WINDOW=layer.sliding_window > 0, HAS_CAP=layer.soft_cap > 0.0, STAGES=3 if is_small else 2, PDL=pdl,
-        num_warps=8 if num_rows >= 128 else 4, launch_pdl=pdl,
-    )  # fmt: skip
+    config = config or default_extend_config(qkv.dtype, head_dim, num_tokens, metadata.has_fixed_tiles)
+    prepare_extend_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, out).run()
     return out
+
+
+def default_extend_config(
+    dtype: torch.dtype, head_dim: int, num_tokens: int, has_fixed_tiles: bool = False
+) -> ExtendConfig:
+    """Tiles for these sizes; with fixed tiles they do not depend on the number of tokens."""
+    is_small = dtype.itemsize == 2 and triton.next_power_of_2(head_dim) <= 128
+    if not is_small:
+        return ExtendConfig(16, 32, 4, 2)
+    if has_fixed_tiles:
+        return ExtendConfig(FIXED_TILE_ROWS, 64, 4, 3)
+    return ExtendConfig(128, 64, 8, 3) if num_tokens > 64 else ExtendConfig(16, 64, 4, 3)
+
+
+def prepare_extend_attention(
+    qkv: Tensor,
+    layer: AttentionLayer,
+    caches: tuple[Tensor, Tensor],
+    metadata: ExtendMetadata,
+    config: ExtendConfig,
+    device: torch.device,
+    out: Tensor,
+) -> runtime.Launch:
+    """The launch of the flash pass, over rotated queries and stored keys; one request of one token is a prompt too.
+
+    Args:
+        qkv, layer, caches, metadata: as extend_attention; meta tensors do for compiling.
+        config: launch configuration.
+        device: where it will run.
+        out: [T, Hq * D].
+    """
+    num_tokens, num_requests = qkv.shape[0], metadata.seq_lens.shape[0]
+    _, page_size, num_kv_heads, head_dim = caches[0].shape
+    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    padded_group = triton.next_power_of_2(num_q_heads // num_kv_heads)
+    num_rows = max(config.num_rows, padded_group)
+    tokens_per_tile = num_rows // padded_group
+    pdl = runtime.use_dependent_launch(device)
+    operands = (
+        qkv, *caches, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.query_start_loc, out,
+        metadata.page_table.shape[1], num_requests, 2 if num_requests > 1 else 1, layer.scale * LOG2_E * layer.k_scale,
+        layer.soft_cap, layer.v_scale, layer.sliding_window,
+    )  # fmt: skip
+    settings = {
+        "HQ": num_q_heads,
+        "HK": num_kv_heads,
+        "D": head_dim,
+        "DP": triton.next_power_of_2(head_dim),
+        "GP": padded_group,
+        "TOKENS": tokens_per_tile,
+        "BLOCK_N": config.block_n,
+        "BLOCK_R": triton.next_power_of_2(num_requests),
+        "PAGE": page_size,
+        "HAS_WINDOW": layer.sliding_window > 0,
+        "HAS_CAP": layer.soft_cap > 0.0,
+        "STAGES": config.num_stages,
+        "PDL": pdl,
+        "num_warps": config.num_warps if num_rows == config.num_rows else 4,
+        "launch_pdl": pdl,
+    }
+    grid = (triton.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)
+    return runtime.Launch(_extend_attention_kernel, grid, operands, settings)

@@ -80,10 +80,8 @@ def draft_places(draft: Draft) -> Tensor:
 @torch.no_grad()
 def _labels(draft: Draft, corpus: Corpus, rows: Tensor) -> Tensor:
     """float32 [rows, L, W]: what the draft should say after each token."""
-    target = draft.target
-    last = corpus.tap(rows, (target.config.num_layers,))[:, :, 0].to(target.dtype)
-    logits = functional.linear(target.normed(last), target.head[draft.draft_ids])
-    labels = logits.float().softmax(-1) * (1 - _ARGMAX_SHARE)
+    last = corpus.tap(rows, (draft.target.config.num_layers,))[:, :, 0]
+    labels = draft.target.logits(last, draft.draft_ids).softmax(-1) * (1 - _ARGMAX_SHARE)
     best = draft_places(draft)[corpus.best[rows]].unsqueeze(-1)
     return labels.scatter_add_(-1, best.clamp_min(0), _ARGMAX_SHARE * (best >= 0).float())
 

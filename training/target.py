@@ -86,6 +86,15 @@ class Target:
             return tokenizer_from_gguf(GGUFFile(self._path).metadata, self._path.name)
         return tokenizer_from_hf(self._path)
 
+    def logits(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """float32 logits of hidden states before the final norm: of every token, or of `token_ids` alone.
+
+        In bfloat16 the best two are often equal, and a draft cannot learn which of them a tie happens to be.
+        """
+        head = self.head if token_ids is None else self.head[token_ids]
+        with torch.autocast(self.device.type, enabled=False):
+            return functional.linear(self.normed(hidden.to(self.dtype)).float(), head.float())
+
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm."""
         return rms_norm(hidden, self.norm_weight, self.config.norm_eps)
@@ -118,7 +127,7 @@ class Target:
             place = (place + (~is_free | is_over)).clamp_max(scripts.shape[1] - 1)
             tokens[:, position], is_chosen[:, position] = token, is_free
             hidden = self._step(token, position, keys, values, taps[:, position], tap_layers)
-            logits = functional.linear(self.normed(hidden), self.head)
+            logits = self.logits(hidden)
             best[:, position] = logits.argmax(-1)
             chosen = torch.where(temperatures > 0, _sample(logits, temperatures), best[:, position])
         return Corpus(tokens, best, is_chosen, taps, tuple(tap_layers))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 48, 96, 96, 4, 2, 16
-_CONFIG = {
+CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -59,7 +59,7 @@ def _ones(*names: str) -> dict[str, Tensor]:
 def _save(folder: Path, architecture: str, tensors: dict[str, Tensor], **more: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_CONFIG | {"architectures": [architecture]} | more))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture]} | more))
     return folder
 
 

@@ -16,7 +16,7 @@ from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-_NUM_ROUNDS_BEFORE_ALARM = 64
+_NUM_ROUNDS_BEFORE_ALARM = 16
 
 
 class Verified(NamedTuple):

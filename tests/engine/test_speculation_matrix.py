@@ -1,0 +1,116 @@
+"""Speculation changes no token: every proposer, k, batch, chunk, cache, distance from the limit, stop."""
+
+from collections.abc import Callable
+
+import oracle
+import pytest
+from engine_driver import generate, greedy, pool_check, prompts_of, tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphrunner import LLM, SamplingParams
+
+L = 64
+SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+METHODS = [
+    ("ngram", None),
+    ("draft_model", "self"),
+    *(("oracle", f"{place}:{kind}") for place in ("host", "device") for kind in ("right", "wrong", "mixed")),
+]
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny_folder) -> Callable[..., LLM]:
+    made: dict[tuple, LLM] = {}
+
+    def engine(method: str, model: str | None, k: int, **options: object) -> LLM:
+        key = (method, model, k, *sorted(options.items()))
+        if key not in made:
+            config = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1, "adaptive": k == 4}
+            if model is not None:
+                config["model"] = str(tiny_folder) if model == "self" else model
+            made[key] = LLM(
+                str(tiny_folder), max_model_len=L, max_num_seqs=9, num_pages=200, skip_tokenizer_init=True,
+                num_threads=1, decode_sizes=(1, 2, 4, 8), speculative_config=config, **options,
+            )  # fmt: skip
+        return made[key]
+
+    yield engine
+    for llm in made.values():
+        llm.close()
+
+
+@st.composite
+def requests(draw) -> list[tuple[list[int], int, int]]:
+    """(prompt, max_tokens, place of a stop in the answer or -1)."""
+    shared = prompts_of([draw(st.integers(0, 20))], seed=draw(st.integers(0, 3)))[0]
+    made = []
+    for index in range(draw(st.integers(1, 9))):
+        length = draw(st.one_of(st.integers(1, 30), st.integers(L - 8, L - 1)))
+        own = prompts_of([length], seed=draw(st.integers(0, 50)) * 10 + index)[0]
+        prompt = (shared + own)[:length] or own
+        made.append((prompt, draw(st.integers(1, 40)), draw(st.integers(-6, 12))))
+    return made
+
+
+CASES = given(
+    method=st.sampled_from(METHODS),
+    k=st.integers(1, 8),
+    chunk=st.sampled_from([9, 64]),
+    has_cache=st.booleans(),
+    asked=requests(),
+)
+
+
+@settings(SETTINGS, max_examples=14)
+@CASES
+def test_tokens_are_those_of_plain_decoding(engine_of, solo, method, k, chunk, has_cache, asked) -> None:
+    check_tokens(engine_of, solo, method, k, chunk, has_cache, asked)
+
+
+@pytest.mark.slow
+@settings(SETTINGS, max_examples=250)
+@CASES
+def test_tokens_are_those_of_plain_decoding_at_length(engine_of, solo, method, k, chunk, has_cache, asked) -> None:
+    check_tokens(engine_of, solo, method, k, chunk, has_cache, asked)
+
+
+def check_tokens(engine_of, solo, method, k: int, chunk: int, has_cache: bool, asked) -> None:
+    llm = engine_of(*method, k, max_num_batched_tokens=chunk, enable_prefix_caching=has_cache, page_size=4)
+    prompts, params, expected, reasons = [], [], [], []
+    for prompt, max_tokens, stop_at in asked:
+        answer = solo(prompt, L - len(prompt))
+        oracle.ANSWERS[tuple(prompt)] = answer
+        kept, reason, stops = answer[:max_tokens], "length", None
+        if 0 <= stop_at < len(kept):
+            stops = [kept[stop_at]]
+            kept, reason = kept[: kept.index(stops[0]) + 1], "stop"
+        prompts.append({"prompt_token_ids": prompt})
+        params.append(greedy(max_tokens, stop_token_ids=stops))
+        expected.append(kept)
+        reasons.append(reason)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [tokens(output) for output in outputs] == expected
+    assert [output.outputs[0].finish_reason for output in outputs] == reasons
+    pool_check(llm)
+    if method == ("oracle", "host:wrong"):
+        assert all(stats.num_accepted == 0 for o in outputs if (stats := o.outputs[0].speculation) is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS[:3], ids=str)
+@pytest.mark.parametrize("backend", ["inductor", "full", "breakable", "piecewise"])
+def test_recorded_by_every_backend(make_llm, tiny_folder, solo, backend, method) -> None:
+    config = {"method": method[0], "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    if method[1] is not None:
+        config["model"] = str(tiny_folder) if method[1] == "self" else method[1]
+    llm = make_llm(decode_graph=backend, decode_sizes=[1, 4], speculative_config=config)
+    prompts = [*prompts_of([9, 17, 30]), [5, 6, 7, 8] * 5]
+    for prompt in prompts:
+        oracle.ANSWERS[tuple(prompt)] = solo(prompt, 40)
+    assert generate(llm, prompts, greedy(24)) == [solo(prompt, 24) for prompt in prompts]
+    assert any(step.mode.value == "verify" for step in llm.steps)
+    assert all(step.is_graph for step in llm.steps if step.mode.value == "verify")
+    params = SamplingParams(temperature=0.8, top_k=20, seed=3, max_tokens=12, ignore_eos=True, detokenize=False)
+    plain = make_llm()
+    assert generate(llm, prompts[:1], params) == generate(plain, prompts[:1], params)

@@ -58,14 +58,14 @@ class PackedCall:
         return self.weight.shape[0] // (2 if self.mode is LinearMode.GATED else 1)
 
 
-def prepare_packed(call: PackedCall, config: PackedConfig) -> runtime.Launch:
-    """The launch of a VECTOR or SLICED kernel."""
+def prepare_packed(call: PackedCall, config: PackedConfig, device: torch.device) -> runtime.Launch:
+    """The launch of a VECTOR or SLICED kernel on `device`; operands may be meta tensors, to compile ahead."""
     weight, num_rows = call.weight, call.x.shape[0]
     assert config.kind in (PackedKind.VECTOR, PackedKind.SLICED)
     assert call.x.is_contiguous() and call.out.is_contiguous() and all(one.is_contiguous() for one in weight.tensors)
-    pdl = runtime.use_dependent_launch(call.x.device)
+    pdl = runtime.use_dependent_launch(device)
     unread = call.out  # a pointer for the operands this call does not read
-    data, layout = _readable(weight)
+    data, layout = _readable(weight, device)
     packed = (data, weight.scale, unread if weight.zero is None else weight.zero)
     around = (unread if call.bias is None else call.bias, unread if call.residual is None else call.residual, call.out)
     settings = {
@@ -93,18 +93,18 @@ def prepare_packed(call: PackedCall, config: PackedConfig) -> runtime.Launch:
     return runtime.Launch(packed_sliced_kernel, (num_tiles,), (*operands, num_rows), settings)
 
 
-def prepare_tiles(call: PackedCall, config: PackedConfig) -> list[runtime.Launch]:
-    """The launches of a TILE product: the tiles; and where K is in pieces or rows are gated, their join. No norm."""
+def prepare_tiles(call: PackedCall, config: PackedConfig, device: torch.device) -> list[runtime.Launch]:
+    """The launches of a TILE product, which has no norm: tiles, and a join where K is in pieces or rows are gated."""
     weight, num_rows = call.weight, call.x.shape[0]
     assert config.kind is PackedKind.TILE and call.norm_weight is None, "tiles have no norm"
     assert call.x.is_contiguous() and call.out.is_contiguous() and all(one.is_contiguous() for one in weight.tensors)
-    pdl = runtime.use_dependent_launch(call.x.device)
+    pdl = runtime.use_dependent_launch(device)
     is_partial = config.slices > 1 or call.mode is LinearMode.GATED
     num_columns = weight.shape[0]
     out = call.out
     if is_partial:
         out = torch.empty(config.slices, num_rows, num_columns, dtype=torch.float32, device=call.x.device)
-    data, layout = _readable(weight)
+    data, layout = _readable(weight, device)
     bias = call.out if call.bias is None else call.bias
     residual = call.out if call.residual is None else call.residual
     zero = call.out if weight.zero is None else weight.zero
@@ -126,6 +126,13 @@ def prepare_tiles(call: PackedCall, config: PackedConfig) -> list[runtime.Launch
         grid = (num_rows, triton.cdiv(call.num_outputs, _BLOCK))
         launches.append(runtime.Launch(finish_kernel, grid, operands, shared | joined))
     return launches
+
+
+def prepare(call: PackedCall, config: PackedConfig, device: torch.device) -> list[runtime.Launch]:
+    """The launches of one product; config.kind is not WIDEN."""
+    if config.kind is PackedKind.TILE:
+        return prepare_tiles(call, config, device)
+    return [prepare_packed(call, config, device)]
 
 
 def norm_linear(
@@ -196,14 +203,14 @@ def _run(call: PackedCall) -> bool:
     # A float16 row times the norm weight could overflow before the norm's factor is applied.
     if call.norm_weight is not None and (is_tiled or x.dtype is torch.float16):
         call = replace(call, x=rms_norm(x, call.norm_weight, call.eps), norm_weight=None)
-    for launch in prepare_tiles(call, config) if is_tiled else [prepare_packed(call, config)]:
+    for launch in prepare(call, config, x.device):
         launch.run()
     return True
 
 
-def _readable(weight: Weight) -> tuple[Tensor, int]:
+def _readable(weight: Weight, device: torch.device) -> tuple[Tensor, int]:
     """The data and the kernels' number for its layout; fp8 as bits where the card cannot convert it."""
-    if weight.layout is WeightLayout.FP8 and not runtime.has_fp8(weight.data.device):
+    if weight.layout is WeightLayout.FP8 and not runtime.has_fp8(device):
         return weight.data.view(torch.uint8), _FP8_BITS
     return weight.data, _LAYOUTS[weight.layout]
 
@@ -253,7 +260,7 @@ def widen_rows(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
     """Rows of a packed weight as `dtype` [count, K]. In graph: yes. Twin: packed_weight.dequantize."""
     assert weight.scale is not None
     assert rows.start % weight.row_block == 0, f"row {rows.start} is inside a block of {weight.row_block}"
-    data, layout = _readable(weight)
+    data, layout = _readable(weight, weight.data.device)
     data = data[rows]
     out = torch.empty(data.shape[0], weight.shape[1], dtype=dtype, device=data.device)
     scale = weight.scale[rows.start // weight.row_block :]

@@ -54,9 +54,7 @@ def launches(weight: Weight, mode: LinearMode, num_rows: int) -> list[Launch]:
     is_tiled = config.kind is PackedKind.TILE
     norm = torch.empty(WIDTH) if is_gated and not is_tiled else None
     call = quantized_linear.PackedCall(mode, x, norm, 1e-6, weight, None, out, out)
-    if is_tiled:
-        return quantized_linear.prepare_tiles(call, config)
-    return [quantized_linear.prepare_packed(call, config)]
+    return quantized_linear.prepare(call, config, x.device)
 
 
 def main(capability: int) -> None:

@@ -52,10 +52,7 @@ def expected_of(call: quantized_linear.PackedCall) -> torch.Tensor:
 
 def check(call: quantized_linear.PackedCall, config: PackedConfig) -> None:
     assert is_valid(config, call.weight, call.x.shape[0], call.x.dtype)
-    is_tiled = config.kind is PackedKind.TILE
-    for launch in (
-        quantized_linear.prepare_tiles(call, config) if is_tiled else [quantized_linear.prepare_packed(call, config)]
-    ):
+    for launch in quantized_linear.prepare(call, config, call.x.device):
         launch.run()
     tolerance = 1e-4 if call.x.dtype is torch.float32 else 4e-2
     torch.testing.assert_close(call.out.float(), expected_of(call), atol=tolerance, rtol=tolerance)
@@ -92,7 +89,7 @@ def test_a_group_may_be_wider_than_a_turn(packing, device):
         assert is_valid(config, weight, 1, x.dtype) and config.kind is PackedKind.VECTOR
         out = torch.empty(1, 40, device=device)
         call = quantized_linear.PackedCall(LinearMode.PLAIN, x, None, EPS, weight, None, None, out)
-        quantized_linear.prepare_packed(call, config).run()
+        quantized_linear.prepare_packed(call, config, device).run()
         torch.testing.assert_close(out, x @ dequantize(weight).T, atol=1e-4, rtol=1e-4)
 
 

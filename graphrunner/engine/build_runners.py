@@ -106,7 +106,7 @@ class RunnerParts:
             verifier=verifier,
             account=account,
             eos_token_ids=self.eos_token_ids,
-            check=self._check(context, account, eager, sampler, allocator),
+            check=self._check(context, account, eager, forward, allocator),
             speculation=speculation,
             verify_runners=self._verify_runners(context, account, speculation, graph_pool),
         )
@@ -169,13 +169,19 @@ class RunnerParts:
         context: RunnerContext,
         account: GraphAccount,
         eager: EagerRunner,
-        sampler: Sampler,
+        forward: StepForward,
         allocator: PageAllocator,
     ) -> GraphCheck | None:
         if not self.config.telemetry.check_graphs:
             return None
-        pick = sampler.sample_in_graph
-        return GraphCheck(context, eager, account, model=self.model, pick=pick, free_pages=lambda: allocator.free_pages)
+        return GraphCheck(
+            context,
+            eager,
+            account,
+            model=self.model,
+            pick=forward.pick,
+            free_pages=lambda: allocator.free_pages,
+        )
 
     def _decode_runner(
         self, context: RunnerContext, account: GraphAccount, eager: BaseRunner, graph_pool: GraphPool

@@ -75,7 +75,13 @@ class StepForward:
             token_ids = self._model.greedy_tokens(hidden)
             if token_ids is not None:
                 return (token_ids, None) if drafts is None else accept(drafts, token_ids)
-        logits = self._model.logits(hidden)
+        return self.pick(self._model.logits(hidden), batch, variant)
+
+    def pick(
+        self, logits: torch.Tensor, batch: ForwardBatch, variant: ForwardVariant
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens of logits (and, of a verify step, how many), from device state alone. In graph: yes. Sync: none."""
+        drafts = batch.draft_tokens
         if drafts is not None:
             return self._verifier.accept_in_graph(logits, batch.request_rows, batch.positions, drafts, variant)
         return self._sampler.sample_in_graph(logits, batch.request_rows, batch.seq_lens, variant), None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,8 +190,8 @@ def test_rows_that_are_not_advanced(checked: Make) -> None:
 def test_tokens_picked_wrongly_from_right_logits(checked: Make) -> None:
     llm = checked()
     forward = llm.engine.core.model_runner.decode_cuda_graph_runner.context.forward
-    sampler = forward._sampler
-    forward._sampler = SimpleNamespace(sample_in_graph=lambda *args: (sampler.sample_in_graph(*args) + 1) % 90)
+    picked = forward._picked
+    forward._picked = lambda *args: ((picked(*args)[0] + 1) % 90, None)
     fails_with(llm, "the logits are right and the tokens picked", "token_ids: .* instead of")
 
 
@@ -228,3 +227,31 @@ def test_near_ties_are_no_fault(checked: Make) -> None:
     model.logits = tied
     run(llm)
     assert llm.graph_report().num_checked_steps > 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.05])
+@pytest.mark.parametrize("backend", ["recording", "full"])
+def test_verify_steps_are_checked(make_llm: Make, solo, backend: str, temperature: float) -> None:
+    llm = make_llm(
+        check_graphs=True, decode_graph=backend, prefill_graph="off", decode_sizes=[4],
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    )  # fmt: skip
+    prompts = [[5, 6, 7, 8] * 5, *prompts_of([9])]
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=12, ignore_eos=True, detokenize=False)
+    found = generate(llm, prompts, params)
+    if temperature == 0.0:
+        assert found == [solo(prompt, 12) for prompt in prompts]
+    verified = [step for step in llm.steps if step.mode.value == "verify" and step.is_graph]
+    assert verified and llm.graph_report().num_checked_steps == sum(step.is_graph for step in llm.steps)
+
+
+def test_a_padded_row_that_reaches_a_verify_step(make_llm: Make) -> None:
+    llm = make_llm(
+        check_graphs=True, decode_graph="recording", prefill_graph="off", decode_sizes=[4],
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    )  # fmt: skip
+    layer = model_of(llm).layers[0].o_proj
+    plain = layer.forward
+    layer.forward = lambda x, residual: (y := plain(x, residual)) + (0.0 * y.sum(0) if x.shape[0] > 12 else 0.0)
+    with pytest.raises(GraphCheckError, match=r"verify_4 16t x 4r .*layers\.0\.o_proj"):
+        generate(llm, [[5, 6, 7, 8] * 5] * 3, greedy(12))

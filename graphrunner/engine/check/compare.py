@@ -36,17 +36,21 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
 
 
-def row_difference(right: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> Difference | None:
+def row_difference(
+    right: Tensor, other: Tensor, dtype: torch.dtype | None = None, rows: list[int] | None = None
+) -> Difference | None:
     """None when each row of `other` is close to that of `right`. Sync: reads back.
 
     Args:
         right: float [N, ...].
         other: as `right`, or with more rows, which are ignored.
         dtype: the numbers they were computed in, when that is not their own dtype.
+        rows: those that count; None is all.
     """
     if right.numel() == 0:
         return None
-    a, b = (tensor[: right.shape[0]].flatten(1).to(right.device, torch.float64) for tensor in (right, other))
+    counting = list(range(right.shape[0])) if rows is None else rows
+    a, b = (tensor[counting].flatten(1).to(right.device, torch.float64) for tensor in (right, other))
     # Minus infinity on both sides is agreement, as in logits that were masked.
     is_same = (a == b) | (a.isnan() & b.isnan())
     gap = torch.where(is_same, 0.0, a - b).norm(dim=1)
@@ -55,8 +59,8 @@ def row_difference(right: Tensor, other: Tensor, dtype: torch.dtype | None = Non
     is_off = ~(error <= tolerance_of(dtype or right.dtype))
     if not bool(is_off.any()):
         return None
-    rows = tuple(is_off.nonzero()[:, 0].tolist())
-    return Difference(rows, right.shape[0], float(error.max()))
+    off = tuple(counting[place] for place in is_off.nonzero()[:, 0].tolist())
+    return Difference(off, right.shape[0], float(error.max()))
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:

@@ -7,7 +7,7 @@ padded shape, layer by layer beside eager: if those two agree, the recording its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from graphrunner.engine.check.compare import Difference, row_difference
 from graphrunner.engine.check.finding import Finding, FindingKind
 from graphrunner.engine.check.layer_probe import LayerProbe
 from graphrunner.engine.check.poison import VALID_GARBAGE
-from graphrunner.engine.check.step_state import StepState, StepStates
+from graphrunner.engine.check.step_state import StepState, StepStates, counting_tokens
 from graphrunner.runner.base_graph_runner import BaseGraphRunner, poison_output
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.runner_context import RunnerContext
@@ -28,6 +28,10 @@ from graphrunner.runner.runner_context import RunnerContext
 _TOKEN_INPUTS = ("input_ids", "positions", "slot_mapping")
 _REQUEST_INPUTS = ("request_rows", "seq_lens")
 _PICKED_IN_GRAPH = (ForwardVariant.GREEDY, ForwardVariant.SAMPLE)
+
+
+Pick = Callable[[Tensor, ForwardBatch, ForwardVariant], tuple[Tensor, Tensor | None]]
+"""(logits, batch, variant) -> token ids and, of a verify step, how many; a pure function of device state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Diagnosis:
         context: RunnerContext,
         eager: BaseRunner,
         model: object,
-        pick: Callable[[Tensor, Tensor, Tensor, ForwardVariant], Tensor],
+        pick: Pick,
     ) -> None:
         self._context = context
         self._eager = eager
@@ -105,28 +109,29 @@ class Diagnosis:
         table.num_computed[0] = 1
 
     def _run_eagerly(self, evidence: Evidence) -> _Twin:
-        batch, variant = evidence.batch, evidence.loaded.key.variant
-        is_verify = batch.mode is ForwardMode.VERIFY
-        loaded = self._eager.load_batch(replace(batch, needs_all_logits=True) if is_verify else batch)
+        variant = evidence.loaded.key.variant
+        loaded = self._eager.load_batch(evidence.batch)
         logits = self._eager.execute(loaded).logits
         assert logits is not None and evidence.states is not None
         tokens = None
         if variant in _PICKED_IN_GRAPH:
-            tokens = self._pick(logits, loaded.batch.request_rows, loaded.batch.seq_lens, variant)
+            tokens, _ = self._pick(logits, loaded.batch, variant)
         return _Twin(loaded, logits, tokens, evidence.states.take())
 
     def _row_fault(self, evidence: Evidence) -> Finding | None:
         """Whether the replay advanced the table as the host's own numbers say."""
         batch, before, after, replayed = evidence.batch, evidence.before, evidence.after, evidence.replayed
         assert before is not None and after is not None and replayed is not None
-        if batch.mode is ForwardMode.VERIFY:  # whoever accepts drafts advances the rows
-            return None
         rows = torch.tensor(batch.rows, device=before.num_computed.device)
         computed, last = before.num_computed.clone(), before.last_token.clone()
-        lengths = [cached + query for cached, query in zip(batch.cached_lens, batch.query_lens, strict=True)]
-        computed[rows] = torch.tensor(lengths, dtype=computed.dtype, device=computed.device)
-        if replayed.token_ids is not None:
-            last[rows] = replayed.token_ids
+        if batch.mode is not ForwardMode.VERIFY:
+            lengths = [cached + query for cached, query in zip(batch.cached_lens, batch.query_lens, strict=True)]
+            computed[rows] = torch.tensor(lengths, dtype=computed.dtype, device=computed.device)
+            if replayed.token_ids is not None:
+                last[rows] = replayed.token_ids
+        elif replayed.token_ids is not None and replayed.num_new is not None:
+            computed[rows] += replayed.num_new
+            last[rows] = replayed.token_ids.gather(1, (replayed.num_new.long() - 1).unsqueeze(1))[:, 0]
         for name, expected, found in (
             ("num_computed", computed, after.num_computed),
             ("last_token", last, after.last_token),
@@ -144,7 +149,7 @@ class Diagnosis:
         assert replayed is not None and evidence.after is not None
         if replayed.token_ids is not None and not torch.equal(replayed.token_ids, _cut(twin.token_ids, replayed)):
             return False
-        if replayed.logits is not None and self._difference(twin.logits, replayed.logits) is not None:
+        if replayed.logits is not None and self._difference(evidence, twin.logits, replayed.logits) is not None:
             return False
         return self._kv_difference(twin.state, evidence.after) is None
 
@@ -153,7 +158,7 @@ class Diagnosis:
         assert evidence.states is not None and evidence.before is not None
         assert evidence.after is not None and evidence.replayed is not None
         states, before = evidence.states, evidence.before
-        probe = LayerProbe(self._model, self._dtype())
+        probe = LayerProbe(self._model, self._dtype(), counting_tokens(evidence.batch), evidence.batch.num_tokens)
         states.put(before)
         with probe.recording():
             twin = self._run_eagerly(evidence)
@@ -164,7 +169,7 @@ class Diagnosis:
         called = states.take()
         if probe.found is not None:
             return _of_rows(evidence, FindingKind.LAYER, probe.found.layer, probe.found.difference)
-        difference = self._difference(twin.logits, logits)
+        difference = self._difference(evidence, twin.logits, logits)
         if difference is not None:
             return _of_rows(evidence, FindingKind.LAYER, "logits", difference)
         kv = self._kv_difference(twin.state, called)
@@ -180,11 +185,11 @@ class Diagnosis:
         if kv is not None:
             return _of_rows(evidence, FindingKind.RECORDING, f"KV pages of layer {kv[0]}", kv[1])
         if replayed.logits is not None:
-            difference = self._difference(logits[: replayed.logits.shape[0]], replayed.logits)
+            difference = self._difference(evidence, logits[: replayed.logits.shape[0]], replayed.logits)
             return None if difference is None else _of_rows(evidence, FindingKind.RECORDING, "logits", difference)
         assert replayed.token_ids is not None
         count, views = replayed.token_ids.shape[0], evidence.loaded.batch
-        picked = self._pick(logits, views.request_rows, views.seq_lens, evidence.loaded.key.variant)[:count]
+        picked = self._pick(logits, views, evidence.loaded.key.variant)[0][:count]
         if torch.equal(picked, replayed.token_ids):
             return None  # the two shapes round a tie differently: both tokens are right
         evidence.states.put(evidence.before)
@@ -192,8 +197,8 @@ class Diagnosis:
         assert token_ids is not None
         is_recorded_right = torch.equal(token_ids[:count], replayed.token_ids)
         kind = FindingKind.SAMPLING if is_recorded_right else FindingKind.RECORDING
-        off = (picked != replayed.token_ids).nonzero()[:, 0].tolist()
-        detail = f"{replayed.token_ids[off[0]].item()} instead of {picked[off[0]].item()} in row {off[0]}"
+        off = (picked != replayed.token_ids).view(count, -1).any(dim=1).nonzero()[:, 0].tolist()
+        detail = f"{replayed.token_ids[off[0]].tolist()} instead of {picked[off[0]].tolist()} in row {off[0]}"
         return evidence.finding(kind, "token_ids", detail, off, count)
 
     def _call_closure(self, evidence: Evidence, *, is_picking: bool) -> ModelOutput:
@@ -205,8 +210,9 @@ class Diagnosis:
         if variant in _PICKED_IN_GRAPH and not is_picking:
             variant = ForwardVariant.LOGITS
         output = runner.forward_over(loaded.batch, variant)
-        if output.hidden_states is None:
+        if variant is not ForwardVariant.HIDDEN:
             return output
+        assert output.hidden_states is not None
         rows = loaded.batch.logits_indices[: loaded.num_reqs]
         return self._context.tail(output.hidden_states.index_select(0, rows))
 
@@ -216,7 +222,8 @@ class Diagnosis:
         for name in (*_REQUEST_INPUTS, *_TOKEN_INPUTS):
             count = batch.num_reqs if name in _REQUEST_INPUTS else batch.num_tokens
             expected, found = getattr(exact, name)[:count], getattr(padded, name)[:count]
-            off = (expected != found).nonzero()[:, 0].tolist()
+            counting = set(counting_tokens(batch)) if count == batch.num_tokens else set(range(count))
+            off = [place for place in (expected != found).nonzero()[:, 0].tolist() if place in counting]
             if off:
                 detail = f"entry {off[0]} holds {int(found[off[0]])} instead of {int(expected[off[0]])}"
                 return evidence.finding(FindingKind.STATIC_BUFFER, name, detail, off, count)
@@ -231,8 +238,10 @@ class Diagnosis:
                     return index, difference
         return None
 
-    def _difference(self, right: Tensor, other: Tensor) -> Difference | None:
-        return row_difference(right, other, self._dtype())
+    def _difference(self, evidence: Evidence, right: Tensor, other: Tensor) -> Difference | None:
+        batch = evidence.batch
+        rows = counting_tokens(batch) if batch.mode is ForwardMode.VERIFY else None
+        return row_difference(right, other, self._dtype(), rows)
 
     def _dtype(self) -> torch.dtype:
         options = getattr(self._model, "options", None)

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
-from torch import Tensor
-
 from graphrunner.core.errors import GraphCheckError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
-from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.core.shape_key import ForwardMode
 from graphrunner.engine.check.compare import is_bit_equal
-from graphrunner.engine.check.diagnosis import Diagnosis, Evidence
+from graphrunner.engine.check.diagnosis import Diagnosis, Evidence, Pick
 from graphrunner.engine.check.finding import Finding, FindingKind
 from graphrunner.engine.check.poison import VALID_GARBAGE, PoisonedPages
 from graphrunner.engine.check.step_state import StepStates
@@ -28,9 +26,6 @@ from graphrunner.sampling.sampled_tokens import SampledTokens
 from graphrunner.telemetry import ranges
 
 OUTPUT_NAMES = tuple(field.name for field in fields(ModelOutput))
-
-Pick = Callable[[Tensor, Tensor, Tensor, ForwardVariant], Tensor]
-"""(logits, request_rows, seq_lens, variant) -> token ids; a pure function of device state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,7 @@ class GraphCheck:
         eager: runs the step a second time.
         account: told of each checked step.
         model: its modules name the layers of a report.
-        pick: the sampler's in-graph half.
+        pick: tokens of logits, as the recorded forward picks them.
         free_pages: the KV pages that nobody owns.
     """
 
@@ -82,7 +77,7 @@ class GraphCheck:
         """
         self._evidence = None
         strays = self._pages.renew()
-        if isinstance(runner, BaseGraphRunner) and can_be_checked(batch):
+        if isinstance(runner, BaseGraphRunner):
             loaded, output = self._run_twice(runner, batch)
         else:
             with ranges.LOAD_BATCH:
@@ -155,11 +150,6 @@ class GraphCheck:
         if handed is not None and (found := handed.tokens.wait()) != handed.expected:
             detail = f"{found} were handed out, the replay had written {handed.expected}: read after the next replay"
             raise _error(handed.evidence.finding(FindingKind.OUTPUT, "token_ids", detail))
-
-
-def can_be_checked(batch: ScheduledBatch) -> bool:
-    """Whether the host knows the step's tokens; drafts that never left the device cannot be run again eagerly."""
-    return batch.mode is not ForwardMode.VERIFY or bool(batch.input_ids)
 
 
 def copy_of(output: ModelOutput) -> ModelOutput:

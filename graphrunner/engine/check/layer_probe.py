@@ -26,12 +26,16 @@ class LayerProbe:
     Args:
         model: its modules give the names. Anything that is no `nn.Module` has no layers to tell apart.
         dtype: the model's, which sets the tolerance.
+        counting: the tokens of the step that somebody reads.
+        num_tokens: how many there are in all.
     """
 
-    def __init__(self, model: object, dtype: torch.dtype) -> None:
+    def __init__(self, model: object, dtype: torch.dtype, counting: list[int], num_tokens: int) -> None:
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
         self._modules = [(name, module) for name, module in modules if name]
         self._dtype = dtype
+        self._counting = counting
+        self._num_tokens = num_tokens
         self._recorded: list[tuple[str, Tensor]] = []
         self._place = 0
         self.found: LayerDifference | None = None
@@ -57,7 +61,8 @@ class LayerProbe:
         self._place += 1
         if expected_name != name or rows.shape[1:] != expected.shape[1:] or rows.shape[0] < expected.shape[0]:
             return  # the two runs took different ways here; what follows is compared by the outputs
-        difference = row_difference(expected, rows, self._dtype)
+        counting = self._counting if expected.shape[0] == self._num_tokens else None
+        difference = row_difference(expected, rows, self._dtype, counting)
         if difference is not None:
             self.found = LayerDifference(name, difference)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.shape_key import ForwardMode
 from graphrunner.runner.gather_rows import slots_of
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import token_columns
@@ -38,11 +39,13 @@ class StepStates:
 
     def __init__(self, context: RunnerContext, batch: ScheduledBatch) -> None:
         self._context = context
-        columns = token_columns(batch)
+        columns, counting = token_columns(batch), counting_tokens(batch)
         device = context.device
-        rows = torch.from_numpy(columns["token_rows"].astype(np.int64)).to(device)
-        positions = torch.from_numpy(np.ascontiguousarray(columns["positions"], np.int64)).to(device)
-        self._slots = slots_of(context.table, rows, positions, context.page_size)
+        rows = torch.from_numpy(columns["token_rows"][counting].astype(np.int64)).to(device)
+        positions = torch.from_numpy(columns["positions"][counting].astype(np.int64)).to(device)
+        slots = slots_of(context.table, rows, positions, context.page_size)
+        # Padding writes the dummy page, too, so what it holds says nothing about the step.
+        self._slots = slots[slots >= context.page_size]
 
     def take(self) -> StepState:
         """Copy what is there now."""
@@ -60,6 +63,14 @@ class StepStates:
         for layer, (k, v) in zip(self._context.kv_layers, state.kv, strict=True):
             _slots_view(layer.k)[self._slots] = k
             _slots_view(layer.v)[self._slots] = v
+
+
+def counting_tokens(batch: ScheduledBatch) -> list[int]:
+    """Places of the step's tokens that somebody reads: of a verify step, not the drafts that a request lacks."""
+    if batch.mode is not ForwardMode.VERIFY:
+        return list(range(batch.num_tokens))
+    width = batch.max_query_len
+    return [row * width + place for row, count in enumerate(batch.num_draft_tokens) for place in range(count + 1)]
 
 
 def _slots_view(pages: Tensor) -> Tensor:

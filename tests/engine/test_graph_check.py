@@ -105,7 +105,7 @@ def test_one_request_that_reads_its_neighbour_is_named(checked: Make) -> None:
         return torch.cat((y[:1], y[1:2] + 0.5 * y[last:], y[2:]))  # the last row is padding, or the third request
 
     layer.forward = leaks
-    fails_with(llm, r"layers\.0\.down_proj", r"1 of 3 rows differ", r"requests request-1 \(row \d\)$")
+    fails_with(llm, r"layers\.0\.down_proj", r"1 of 3 rows differ", r"requests request-\d \(row \d\)$")
 
 
 def test_a_pad_value_that_leaks(checked: Make) -> None:
@@ -123,13 +123,13 @@ def test_a_static_buffer_that_was_not_loaded(checked: Make, monkeypatch: pytest.
     send = StagingBlock.send
 
     def loses_one(self: StagingBlock, num_bytes: int | None = None) -> None:
-        kept = buffers.tensors["request_rows"][1].clone()
         send(self, num_bytes)
         if self is buffers._staging:
-            buffers.tensors["request_rows"][1] = 3 if self._is_direct else kept  # on a CPU nothing is sent
+            rows = buffers.tensors["request_rows"]
+            rows[1] = rows[1] % 3 + 1  # another request's
 
     monkeypatch.setattr(StagingBlock, "send", loses_one)
-    fails_with(llm, "static buffer .*: request_rows: entry 1 holds . instead of 2", r"requests request-. \(row 2\)$")
+    fails_with(llm, "static buffer .*: request_rows: entry 1 holds . instead of .", r"requests request-. \(row .\)$")
 
 
 def test_a_column_that_is_missing(checked: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,8 @@ def test_bench(run: Any, name: str) -> None:
 def test_env_and_version(run: Any) -> None:
     result = run("env")
     assert result.exit_code == 0 and "torch" in result.output and "cores" in result.output
+    told = json.loads(run("env", "--json").stdout)
+    assert told["python"] and told["processor"] and told["compiler"] and "/" not in told["memory"]
     assert run("--version").output.strip() == "0.1.0"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from graphrunner.config.quantization import Quantization
 from graphrunner.config.speculative_config import SpeculativeConfig
@@ -75,6 +76,11 @@ class DraftModelProposer(DeviceProposer):
             for count in self._counts
         }
         self._is_recorded = parts.is_recorded
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `Proposer.modules`."""
+        assert isinstance(self._model, nn.Module)
+        return (self._model,)
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """See `Proposer.runners`."""

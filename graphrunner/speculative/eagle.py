@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.forward_batch import ForwardBatch
@@ -85,6 +85,10 @@ class EagleProposer(DeviceProposer):
             for verify_width in self._widths
         }
         self._is_recorded = parts.is_recorded
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `Proposer.modules`."""
+        return (self.draft,)
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """See `Proposer.runners`."""

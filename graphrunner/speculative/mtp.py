@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
@@ -79,6 +79,10 @@ class MTPProposer(DeviceProposer):
             is_lazy=context.is_lazy,
         )
         self._is_recorded = parts.is_recorded
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `Proposer.modules`."""
+        return (self.draft,)
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """See `Proposer.runners`."""

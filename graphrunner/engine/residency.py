@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 
 from graphrunner.config.engine_config import CacheConfig, SchedulerConfig
 from graphrunner.core.errors import ConfigError, EngineStateError, ModelLoadError
+from graphrunner.core.sleep_level import SleepLevel
 from graphrunner.engine.largest_step import run_largest_steps
 from graphrunner.engine.memory_plan import DeviceMemory, estimated_graph_bytes, plan_device_pages
 from graphrunner.engine.model_runner import ModelRunner
@@ -14,13 +14,6 @@ from graphrunner.kvcache.pool import KVPool
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.telemetry.startup import StartupClock
 from graphrunner.weights.offload import ModelMemory
-
-
-class SleepLevel(Enum):
-    """What becomes of the weights; KV pages and graphs are always given back."""
-
-    KEEP = 1  # moved to host memory
-    DROP = 2  # forgotten, and read from the checkpoint again
 
 
 class Residency:

@@ -15,12 +15,13 @@ from graphrunner.core.outputs import EngineOutput, StepRecord
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason, Request
 from graphrunner.core.sampling_params import SamplingParams
+from graphrunner.core.sleep_level import SleepLevel
 from graphrunner.core.startup_report import StartupReport
-from graphrunner.engine.residency import Residency, SleepLevel
 from graphrunner.engine.sequence_ids import sequence_ids, sequence_seeds
 
 if TYPE_CHECKING:
     from graphrunner.engine.engine_core import EngineCore
+    from graphrunner.engine.residency import Residency
     from graphrunner.sampling.structured_output import StructuredOutputCompiler
     from graphrunner.telemetry.chrome_trace import TraceFile
     from graphrunner.telemetry.request_trace import RequestTrace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -195,3 +196,16 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         process = ServerProcess(engine_maker(FakeEngine), ServerOptions(port=port))
         with pytest.raises(ConfigError, match=f"port='127.0.0.1:{port}'"):
             asyncio.run(process.run())
+
+
+def test_a_head_that_does_not_arrive() -> None:
+    with running(ServerOptions(port=0, body_timeout_s=0.2)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for head in (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection((host, int(port)), timeout=5) as sock:
+                sock.sendall(head)
+                assert sock.recv(100) == b"", "the server gives the connection up"
+        with server.http() as http:  # one connection for both: the second request comes after the time for a head
+            assert http.get("/health").status_code == 200
+            time.sleep(0.4)
+            assert http.get("/health").status_code == 200

@@ -110,6 +110,8 @@ def unavailable(problem: str) -> ApiError:
 def error_response(error: ApiError) -> Response:
     """The HTTP answer."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+        headers["Connection"] = "close"  # the rest of the body may be under way still
     if error.status is HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     content = msgspec.json.encode(ErrorResponse(error.body))

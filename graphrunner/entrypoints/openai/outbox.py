@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import Scope, Send
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 _EXTENSION = "graphrunner.write_body"
 WriteBody = Callable[[bytes], bool]
@@ -15,12 +18,54 @@ WriteBody = Callable[[bytes], bool]
 class DirectProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, which lets a streamed response write its body without a task and without middleware.
 
-    Used only between the start and the end of a chunked response; both still go through ASGI.
+    Used only between the start and the end of a chunked response; both still go through ASGI. A connection on which
+    the head of a request does not arrive is given up, as one whose body does not arrive is.
+
+    Args:
+        head_timeout_s: from the connection, or from the first byte of a later request, to the end of its head.
     """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        head_timeout_s: float,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the loop."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._head_is_here()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._head_is_here()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
+
+    def _head_is_here(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def on_message_begin(self) -> None:
         """Called by the parser for every request of the connection."""
         super().on_message_begin()
+        self._await_head()
         self.scope["extensions"] = {_EXTENSION: self._write_body}  # type: ignore[dict-item]
 
     def _write_body(self, data: bytes) -> bool:

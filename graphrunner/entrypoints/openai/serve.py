@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -88,7 +89,7 @@ class ServerProcess:
             server_header=False,
             timeout_graceful_shutdown=ABORT_GRACE_S,
             lifespan="off",
-            http=DirectProtocol,
+            http=partial(DirectProtocol, head_timeout_s=self._options.body_timeout_s),  # type: ignore[arg-type]
         )
         self._uvicorn = _Uvicorn(config, self._signalled)
         self._loop = asyncio.get_running_loop()

@@ -52,7 +52,7 @@ class ServerOptions:
     request_timeout_s: float = 600.0
     """A request that takes longer is stopped and gets 504."""
     body_timeout_s: float = 30.0
-    """A body that takes longer to arrive gets 408."""
+    """A body that takes longer to arrive gets 408; a connection without a whole head of a request is closed."""
     drain_timeout_s: float = 60.0
     """After SIGTERM: how long running requests may go on."""
     max_response_store_mib: int = 64

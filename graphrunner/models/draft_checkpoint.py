@@ -8,7 +8,7 @@ Public layouts that are read:
     MiMo         model.mtp_layers.N.{token_layernorm,hidden_layernorm,input_proj,final_layernorm} and a block
     Qwen         mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm} and mtp.layers.N.*
 
-A matrix may be int8 with one float scale a row, `NAME_scale` beside `NAME`, as the shipped drafts are.
+A matrix may be int8 with one float scale a row, `NAME.weight_scale` beside `NAME.weight`, as the shipped drafts are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphrunner.core.errors import ModelLoadError
 from graphrunner.weights.safetensors_reader import SafetensorsEntry, iterate_entries, read_entries
 from graphrunner.weights.source import LoadFormat, resolve_source
 
-_SCALE = "_scale"
+_SCALE = ".weight_scale"
 _UNUSED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$")
 
 
@@ -54,9 +54,9 @@ class DraftCheckpoint:
         """(name, tensor) of every one, packed matrices widened to float32. Raises ModelLoadError."""
         scales: dict[str, Tensor] = {}
         waiting: dict[str, Tensor] = {}
-        packed = {entry.name.removesuffix(_SCALE) for entry in self._entries if entry.name.endswith(_SCALE)}
+        packed = {_base(entry.name) for entry in self._entries if entry.name.endswith(_SCALE)}
         for entry, tensor in iterate_entries([e for e in self._entries if not _UNUSED.search(e.name)]):
-            base = entry.name.removesuffix(_SCALE)
+            base = _base(entry.name)
             if base not in packed:
                 yield self._rename(entry.name), tensor.to(device)
                 continue
@@ -96,6 +96,11 @@ def open_draft(name: str, rename: Callable[[str], str], *, num_layers: int | Non
         if not entry.name.endswith(_SCALE) and not _UNUSED.search(entry.name)
     }
     return DraftCheckpoint(name, _layer_config(raw, shapes, num_layers), raw, shapes, entries, rename)
+
+
+def _base(name: str) -> str:
+    """The matrix that a scale belongs to; any other name as it is."""
+    return f"{name.removesuffix(_SCALE)}.weight" if name.endswith(_SCALE) else name
 
 
 def _read_config(path: Path) -> dict[str, object]:

@@ -51,8 +51,13 @@ class FrozenKVDraft(nn.Module):
         self.eh_proj = Linear((Part("eh_proj", width),), 2 * width, False, options)
         queries = (Part("self_attn.q_proj", config.num_q_heads * config.head_dim),)
         self.q_proj = NormLinear(block.norm("input_layernorm"), queries, width, False, options)
-        spec = replace(block.attention().spec, rope_cos=None, rope_sin=None)  # queries come rotated, keys are so stored
-        self.attention = PagedAttention(spec, _kv_layer(checkpoint, target))
+        index = _kv_layer(checkpoint, target)
+        source = next(part for part in target.layers[index].modules() if isinstance(part, PagedAttention)).spec
+        # Queries come rotated, keys are stored so; a cache in fp8 is read with the scales it is written with.
+        spec = replace(
+            block.attention().spec, rope_cos=None, rope_sin=None, k_scale=source.k_scale, v_scale=source.v_scale
+        )
+        self.attention = PagedAttention(spec, index)
         self.o_proj = block.o_proj()
         self.gate_up_proj, self.down_proj = block.gate_up_proj("post_attention_layernorm"), block.down_proj()
         size = target.config.vocab_size
@@ -94,10 +99,16 @@ class FrozenKVDraft(nn.Module):
         queries = self.q_proj(joined).view(joined.shape[0], -1, self._head_dim)
         queries = reference.apply_rope(queries, self._tables.cos, self._tables.sin, batch.positions).flatten(1)
         # The backend stores a key and a value with each query. Given those that are there, it changes nothing.
-        keys, values = _stored(batch.kv_layers[self.attention.layer_index], batch.slot_mapping, queries.dtype)
+        keys, values = self._stored(batch.kv_layers[self.attention.layer_index], batch.slot_mapping, queries.dtype)
         attended = self.attention(torch.cat((queries, keys, values), -1), batch)
         hidden = self.o_proj(attended, joined)
         return self.down_proj(self.gate_up_proj(hidden), hidden)
+
+    def _stored(self, layer: KVLayer, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values at `slots`: [R, Hk * D] each."""
+        k_scale, v_scale = self.attention.spec.cache_scales(layer.k)
+        keys, values = (half.view(-1, half.shape[2] * half.shape[3])[slots].to(dtype) for half in (layer.k, layer.v))
+        return keys * k_scale, values * v_scale
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor the checkpoint must have."""
@@ -116,12 +127,6 @@ def load_frozen_kv(name: str, target: CausalLM) -> FrozenKVDraft:
     fill_slots(draft.weight_slots(), ((n, t) for n, t in tensors if n != "d2t" or draft.vocabulary.is_reduced))
     draft.head.finish_load(target.head.packed)
     return draft
-
-
-def _stored(layer: KVLayer, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values at `slots`: [R, Hk * D] each."""
-    keys, values = (one.view(-1, one.shape[2] * one.shape[3]).index_select(0, slots) for one in (layer.k, layer.v))
-    return keys.to(dtype), values.to(dtype)
 
 
 def _kv_layer(checkpoint: DraftCheckpoint, target: CausalLM) -> int:

@@ -1,0 +1,130 @@
+"""Steady decode: the host waits for no kernel, and sends nothing to the device while the batch stays the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from engine_driver import prompts_of, tokens
+
+from graphrunner import LLM, SamplingParams
+from graphrunner.device.cpu import CpuDevice
+from graphrunner.runner import request_table, staging
+from graphrunner.runner.request_table import RequestTable
+from graphrunner.runner.staging import StagingBlock
+from graphrunner.sampling import sampler
+from graphrunner.sampling.pick import pick_random
+from graphrunner.sampling.rows import SamplingRows
+
+Make = Callable[..., LLM]
+PAGE_SIZE = 16
+MAKERS = ("tensor", "as_tensor", "from_numpy", "frombuffer")
+"""Ways from Python numbers to a tensor."""
+
+
+class RemoteCpu(CpuDevice):
+    """A host that must copy to reach its own tensors, as if they were a card's."""
+
+    has_own_memory = True
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what goes from the host to device rows, by the call that sends it."""
+    counts: Counter[str] = Counter()
+    device = RemoteCpu()
+    for module in (staging, request_table):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+
+    # The host's own way to draw makes a tensor of what it drew; a card's way is that of the twin.
+    monkeypatch.setattr(sampler, "pick_random_on_host", pick_random)
+
+    def count(owner: object, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def counted(*args: object, **named: object) -> object:
+            counts[name] += 1
+            return plain(*args, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(StagingBlock, "send")
+    count(RequestTable, "_send")
+    count(SamplingRows, "write")
+    for name in MAKERS:
+        count(torch, name)
+    return counts
+
+
+def start(llm: LLM, params: SamplingParams, lengths: tuple[int, ...]) -> list[str]:
+    names = [f"r{index}" for index in range(len(lengths))]
+    for name, prompt in zip(names, prompts_of(list(lengths)), strict=True):
+        llm.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    return names
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "random"])
+def test_an_unchanged_step_sends_nothing(make_llm: Make, sent: Counter[str], temperature: float, overlap: bool) -> None:
+    llm = make_llm(device="cpu", decode_graph="recording", decode_sizes=[4], overlap=overlap, page_size=PAGE_SIZE)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True, detokenize=False)
+    start(llm, params, (5, 5, 5))
+    for _ in range(3):
+        llm.engine.step()
+    num_steady = 0
+    for length in range(9, 40):
+        sent.clear()
+        llm.engine.step()
+        is_new_page = sent["_send"] > 0
+        # One packed copy when rows get a page, none otherwise: every row's last token and length are there already.
+        assert sent == ({"_send": 1, "send": 1} if is_new_page else {}), (length, dict(sent))
+        num_steady += not is_new_page
+    assert num_steady >= 28
+    assert all(step.is_graph for step in llm.steps[1:])
+
+
+def test_a_batch_that_changes_sends_rows_once(make_llm: Make, sent: Counter[str]) -> None:
+    llm = make_llm(device="cpu", decode_graph="recording", decode_sizes=[1, 2, 4])
+    start(llm, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False), (5,))
+    extra = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False)
+    llm.engine.add_request("long", {"prompt_token_ids": prompts_of([7])[0]}, extra)
+    per_step = []
+    while llm.engine.has_unfinished_requests():
+        sent.clear()
+        llm.engine.step()
+        per_step.append(sent["send"])
+    # Prompts and rows, the rows of two, two steady steps, the rows of one, and steady to the end.
+    assert per_step[1:5] == [1, 0, 0, 1] and not any(per_step[5:])
+
+
+@pytest.fixture
+def errors_on_sync() -> Iterator[Callable[[str], None]]:
+    yield torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "random"])
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_steady_decode_never_synchronizes(
+    make_llm: Make, errors_on_sync: Callable[[str], None], backend: str, temperature: float, overlap: bool
+) -> None:
+    """The one wait of a step, for its tokens, is on an event: it waits for that step and for no other work."""
+    llm = make_llm(device="cuda", decode_graph=backend, decode_sizes=[4], overlap=overlap, page_size=PAGE_SIZE)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True, detokenize=False)
+    start(llm, params, (5, 9, 7))
+    for _ in range(4):
+        llm.engine.step()
+    finished = []
+    errors_on_sync("error")
+    for _ in range(40):  # pages are appended on the way
+        finished += llm.engine.step()
+    errors_on_sync("default")
+    while llm.engine.has_unfinished_requests():
+        finished += llm.engine.step()
+    last = {output.request_id: tokens(output) for output in finished if output.finished}
+    assert {len(ids) for ids in last.values()} == {60} and len(last) == 3
+    assert all(step.is_graph for step in llm.steps if step.mode.value == "decode")

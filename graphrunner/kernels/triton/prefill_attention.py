@@ -242,12 +242,17 @@ def extend_attention(
     out = qkv.new_zeros(num_tokens, qkv.shape[1] - 2 * num_kv_heads * head_dim)
     if num_tokens == 0:
         return out
-    if metadata.seq_lens.shape[0] > 1:
+    if _has_singles(metadata):
         attend_single_tokens(qkv, layer, k_cache, v_cache, metadata, out)
     rope_store(qkv, layer, k_cache, v_cache, metadata)
     config = config or default_extend_config(qkv.dtype, head_dim, num_tokens, metadata.has_fixed_tiles)
     prepare_extend_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, out).run()
     return out
+
+
+def _has_singles(metadata: ExtendMetadata) -> bool:
+    """Whether requests of one token go to the decode kernel; a graph key fixes it."""
+    return metadata.seq_lens.shape[0] > 1 and not metadata.has_fixed_tiles
 
 
 def default_extend_config(
@@ -257,9 +262,10 @@ def default_extend_config(
     is_small = dtype.itemsize == 2 and triton.next_power_of_2(head_dim) <= 128
     if not is_small:
         return ExtendConfig(16, 32, 4, 2)
+    num_stages = 3 if head_dim <= 64 else 2
     if has_fixed_tiles:
-        return ExtendConfig(FIXED_TILE_ROWS, 64, 4, 3)
-    return ExtendConfig(128, 64, 8, 3) if num_tokens > 64 else ExtendConfig(16, 64, 4, 3)
+        return ExtendConfig(FIXED_TILE_ROWS, 64, 4, num_stages)
+    return ExtendConfig(64 if num_tokens > 64 else 16, 64, 4, num_stages)
 
 
 def prepare_extend_attention(
@@ -288,7 +294,8 @@ def prepare_extend_attention(
     pdl = runtime.use_dependent_launch(device)
     operands = (
         qkv, *caches, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.query_start_loc, out,
-        metadata.page_table.shape[1], num_requests, 2 if num_requests > 1 else 1, layer.scale * LOG2_E * layer.k_scale,
+        metadata.page_table.shape[1], num_requests, 2 if _has_singles(metadata) else 1,
+        layer.scale * LOG2_E * layer.k_scale,
         layer.soft_cap, layer.v_scale, layer.sliding_window,
     )  # fmt: skip
     settings = {

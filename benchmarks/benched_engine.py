@@ -21,6 +21,7 @@ class BenchedEngine:
     Attributes:
         shape: a name of `shapes.ALL_SHAPES`.
         step_ms: what decode steps through `LLM.generate` took, by batch size, once measured.
+        first_s: until every one of so many prompts of the full length had its first token, once measured.
         last_step_id: of the step before the last call of `seconds`.
     """
 
@@ -30,6 +31,7 @@ class BenchedEngine:
     workload: Workload
     ceilings: Ceilings
     step_ms: dict[int, float] = field(default_factory=dict)
+    first_s: dict[int, float] = field(default_factory=dict)
     last_step_id: int = -1
 
     @property

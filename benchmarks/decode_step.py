@@ -28,6 +28,8 @@ def decode_row(bench: BenchedEngine, batch: int) -> Row:
     bench.batch_seconds(batch, prompt_len, 4)
     first_s = min(bench.batch_seconds(batch, prompt_len, 1) for _ in range(NUM_ROUNDS))
     whole_s = min(bench.batch_seconds(batch, prompt_len, load.num_steps + 1) for _ in range(NUM_ROUNDS))
+    if prompt_len == load.prompt_len:
+        bench.first_s[batch] = first_s
     bench.step_ms[batch] = step_ms = 1e3 * (whole_s - first_s) / load.num_steps
     context = batch * (prompt_len + (load.num_steps + 1) // 2)
     floor_s = decode_floor_s(bench.config, bench.ceilings, batch, context, load.bytes_per_value)

@@ -18,7 +18,7 @@ from result_rows import Row
 from shapes import ALL_SHAPES
 from workload import Workload, prompt
 
-PEER_LIMIT_S = 60.0
+PEER_LIMIT_S = 40.0
 
 
 def offline_rows(bench: BenchedEngine) -> Iterator[Row]:

@@ -40,7 +40,7 @@ PLAN = (
 
 LIMITS_S = {
     "start cold": 150, "start warm": 60, "build": 150, "ceilings": 90, "decode": 90, "prefill": 45, "offline": 60,
-    "nano": 30, "replay": 60, "graph_gain": 100, "peer": 110,
+    "nano": 30, "replay": 60, "graph_gain": 100, "peer": 90,
 }  # fmt: skip
 """Longest time of one task, by the first words of its name."""
 

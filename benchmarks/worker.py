@@ -22,7 +22,7 @@ from dummy_llm import build_llm, parse_options
 from offline import fixed_rows, offline_rows, peer_rows
 from prefill_step import graph_gain_rows, prefill_rows
 from replay_profile import replay_rows
-from result_rows import Row, RowSink
+from result_rows import Row, RowSink, current_commit
 from workload import FULL, TINY, Workload
 
 ENGINE_TASKS = ("decode", "prefill", "nano", "offline", "replay")
@@ -123,7 +123,7 @@ def run_alone(description: str | None, tasks: Sequence[str], has_peer: bool = Fa
             super().row(row)
             rows.append(row)
 
-    num_failed = 0
+    num_failed, commit = 0, current_commit()
     shapes = args.shapes.split(",")
     for shape in shapes:
         wanted = [*tasks, "peer"] if has_peer and args.peer and shape == shapes[0] else tasks
@@ -131,7 +131,7 @@ def run_alone(description: str | None, tasks: Sequence[str], has_peer: bool = Fa
         num_failed += run_tasks(measurement, wanted)
         if measurement.bench is not None:
             measurement.bench.llm.close()
-    text = json.dumps([asdict(row) for row in rows])
+    text = json.dumps([asdict(row) | {"commit": commit} for row in rows])
     print(text)
     if args.json:
         args.json.write_text(text + "\n")

@@ -8,27 +8,37 @@ from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMe
 from graphrunner.kernels.triton.decode_attention import DecodeAttentionConfig, decode_attention
 from graphrunner.kernels.triton.gpu_ops import rope_store_attention
 
-PAGE, MAX_PAGES, MAX_POSITION = 4, 16, 64
+PAGE, MAX_PAGES = 4, 16
 
 
 class Step:
     """A random step: caches whose unowned memory is NaN, page rows in shuffled order, metadata, a layer."""
 
-    def __init__(self, query_lens, cached_lens, device, *, heads=(4, 2, 16), dtype=torch.float32, **layer_fields):
+    def __init__(
+        self,
+        query_lens,
+        cached_lens,
+        device,
+        *,
+        heads=(4, 2, 16),
+        dtype=torch.float32,
+        max_pages=MAX_PAGES,
+        **layer_fields,
+    ):
         num_q, self.num_kv, self.head_dim = heads
         self.seq_lens = torch.tensor(cached_lens) + torch.tensor(query_lens)
         num_tokens, num_requests = sum(query_lens), len(query_lens)
         self.qkv = torch.randn(num_tokens, (num_q + 2 * self.num_kv) * self.head_dim).to(device, dtype)
-        num_pages = 1 + num_requests * MAX_PAGES
+        num_pages = 1 + num_requests * max_pages
         shape = (num_pages, PAGE, self.num_kv, self.head_dim)
         self.k_cache = torch.full(shape, float("nan"))
         self.v_cache = torch.full(shape, float("nan"))
         order = torch.randperm(num_pages - 1) + 1
-        self.page_table = torch.zeros(num_requests + 1, MAX_PAGES, dtype=torch.int32)
+        self.page_table = torch.zeros(num_requests + 1, max_pages, dtype=torch.int32)
         slots, positions = [], []
         for r, (query_len, cached) in enumerate(zip(query_lens, cached_lens, strict=True)):
             needed = -(-(query_len + cached) // PAGE)
-            self.page_table[r + 1, :needed] = order[r * MAX_PAGES : r * MAX_PAGES + needed].int()
+            self.page_table[r + 1, :needed] = order[r * max_pages : r * max_pages + needed].int()
             where = torch.arange(query_len + cached)
             slot = self.page_table[r + 1].long()[where // PAGE] * PAGE + where % PAGE
             self.k_cache.view(-1, *shape[2:])[slot[:cached]] = torch.randn(cached, *shape[2:])
@@ -41,7 +51,7 @@ class Step:
         self.request_rows = torch.arange(1, num_requests + 1, dtype=torch.int32, device=device)
         starts = torch.tensor([0, *query_lens]).cumsum(0)
         self.query_start_loc = starts.int().to(device)
-        angles = torch.rand(MAX_POSITION, layer_fields.pop("half", self.head_dim // 2)) * 6
+        angles = torch.rand(max_pages * PAGE, layer_fields.pop("half", self.head_dim // 2)) * 6
         norm = (torch.rand(self.head_dim) + 0.5).to(device) if layer_fields.pop("has_norm", True) else None
         self.layer = AttentionLayer(
             self.head_dim**-0.5, angles.cos().to(device), angles.sin().to(device), norm, norm, **layer_fields
@@ -227,3 +237,14 @@ def test_attention_of_a_token_is_the_same_in_a_prompt_a_chunk_and_a_decode_step(
         )  # fmt: skip
         found = rope_store_attention(qkv[rows].clone(), step.layer, step.k_cache, step.v_cache, part)
         assert torch.equal(found, whole[rows]), (first, length)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_a_context_of_128k_tokens(query_len, device):
+    """Too much for the interpreter; the length at which offsets no longer fit 32 bits."""
+    cached_len = (1 << 17) - query_len
+    step = Step([query_len], [cached_len], device, heads=(8, 4, 128), dtype=torch.bfloat16, max_pages=1 << 15)
+    expected = step.expected()
+    out = rope_store_attention(step.qkv, step.layer, step.k_cache, step.v_cache, step.decode_metadata())
+    step.check(out, tolerance=3e-2, expected=expected)

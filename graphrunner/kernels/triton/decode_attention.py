@@ -183,14 +183,18 @@ def _combine_kernel(
     partial_ptr, lse_ptr, out_ptr, num_heads, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
     SP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one (token, head)."""
+    """Join the splits of one (token, head).
+
+    Like a norm (norms._rms_norm_kernel) it lets its successor start before its own wait, and for the same reason: the
+    output projection behind it fetches weights while attention still runs.
+    """
     i = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SP)
     d = tl.arange(0, DP)
     is_split = s < SPLITS
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     lse = tl.load(lse_ptr + s * num_heads + i, mask=is_split, other=-1.0e30)
     part = tl.load(
         partial_ptr + (s.to(tl.int64) * num_heads + i)[:, None] * D + d[None, :],

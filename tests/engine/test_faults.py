@@ -37,33 +37,6 @@ def test_limits_of_the_capture_list(make_llm, solo) -> None:
     pool_check(llm)
 
 
-def test_poisoned_pages_never_reach_a_result(make_llm, solo) -> None:
-    llm = make_llm(**GRAPHS, decode_sizes=[4], prefill_sizes=[32, 64], enable_prefix_caching=False)
-    for layer in llm.engine.core.model_runner.decode_cuda_graph_runner.context.kv_layers:
-        layer.k.fill_(float("nan"))
-        layer.v.fill_(float("nan"))
-    for seed in (1, 2):
-        prompts = prompts_of([5, 16, 17], seed=seed)
-        assert generate(llm, prompts, greedy(20)) == [solo(p, 20) for p in prompts]
-
-
-@pytest.mark.parametrize("count", [1, 3, 5, 7, 8])
-def test_first_use_of_padded_sizes(make_llm, solo, count: int) -> None:
-    llm = make_llm(**GRAPHS, decode_sizes=[1, 2, 4, 8], prefill_sizes=[16, 64, 128])
-    prompts = prompts_of([4 + 3 * index for index in range(count)])
-    assert generate(llm, prompts, greedy(9)) == [solo(p, 9) for p in prompts]
-    assert {step.runner for step in llm.steps} <= {"decode_cuda_graph_runner", "prefill_cuda_graph_runner", "eager"}
-    assert all(step.is_graph for step in llm.steps if step.mode.value == "decode")
-
-
-def test_small_large_small(make_llm) -> None:
-    llm = make_llm(**GRAPHS, prefill_sizes=[8, 100], enable_prefix_caching=False)
-    small, large = prompts_of([5, 100])
-    first = generate(llm, [small], greedy(8))
-    generate(llm, [large], greedy(8))
-    assert generate(llm, [small], greedy(8)) == first
-
-
 def test_lazy_capture_records_between_steps(make_llm, solo) -> None:
     llm = make_llm(**GRAPHS, capture="lazy", decode_sizes=[1, 2])
     (prompt,) = prompts_of([6])

@@ -14,12 +14,18 @@ from graphrunner.engine.model_runner import ModelRunner
 
 @torch.inference_mode()
 def run_largest_steps(model_runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """As many requests as there can be, then as few as can hold the most tokens. Everything is the dummy row's."""
+    """As many requests as there can be, as few as can hold the most tokens, and the widest verify step.
+
+    Everything is the dummy row's.
+    """
     num_tokens = limits.token_budget
     most = min(limits.max_num_seqs, num_tokens)
     least = -(-num_tokens // limits.max_model_len)
     for num_reqs in sorted({most, min(least, most)}):
-        _run(model_runner, _spread(num_tokens, num_reqs, limits.max_model_len))
+        _run(model_runner, _prompts(_spread(num_tokens, num_reqs, limits.max_model_len)))
+    num_drafts = model_runner.request_table.draft_tokens.shape[1]
+    if num_drafts:
+        _run(model_runner, _verification(limits.max_num_seqs, num_drafts))
 
 
 def _spread(num_tokens: int, num_reqs: int, limit: int) -> list[int]:
@@ -28,22 +34,41 @@ def _spread(num_tokens: int, num_reqs: int, limit: int) -> list[int]:
     return [num_tokens // num_reqs + (index < num_tokens % num_reqs) for index in range(num_reqs)]
 
 
-def _run(model_runner: ModelRunner, query_lens: Sequence[int]) -> None:
-    batch = ScheduledBatch(
+def _prompts(query_lens: Sequence[int]) -> ScheduledBatch:
+    count = len(query_lens)
+    return ScheduledBatch(
         step_id=0,
         mode=ForwardMode.PREFILL,
-        request_ids=("",) * len(query_lens),
-        rows=(0,) * len(query_lens),
-        cached_lens=(0,) * len(query_lens),
+        request_ids=("",) * count,
+        rows=(0,) * count,
+        cached_lens=(0,) * count,
         query_lens=tuple(query_lens),
         input_ids=(0,) * sum(query_lens),
-        samples=(True,) * len(query_lens),
+        samples=(True,) * count,
         sampling_need=SamplingNeed.RANDOM,
     )
+
+
+def _verification(num_reqs: int, num_drafts: int) -> ScheduledBatch:
+    return ScheduledBatch(
+        step_id=0,
+        mode=ForwardMode.VERIFY,
+        request_ids=("",) * num_reqs,
+        rows=(0,) * num_reqs,
+        cached_lens=(0,) * num_reqs,
+        query_lens=(num_drafts + 1,) * num_reqs,
+        input_ids=(),
+        samples=(True,) * num_reqs,
+        sampling_need=SamplingNeed.RANDOM,
+        num_draft_tokens=(num_drafts,) * num_reqs,
+    )
+
+
+def _run(model_runner: ModelRunner, batch: ScheduledBatch) -> None:
     runner, sampler = model_runner.eager_runner, model_runner.sampler
     loaded = runner.load_batch(batch)
-    output = runner.execute(loaded)
-    sampler.sample(output, batch).wait()
-    assert output.logits is not None
-    views = loaded.batch
-    sampler.sample_in_graph(output.logits, views.request_rows, views.seq_lens, ForwardVariant.SAMPLE)
+    logits = runner.execute(loaded).logits
+    assert logits is not None
+    rows = loaded.batch.request_rows.repeat_interleave(logits.shape[0] // batch.num_reqs)
+    for variant in (ForwardVariant.GREEDY, ForwardVariant.SAMPLE):
+        sampler.sample_in_graph(logits, rows, torch.ones_like(rows), variant)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from graphrunner.config.engine_config import CacheConfig, SchedulerConfig
 from graphrunner.core.errors import ConfigError, EngineStateError, ModelLoadError
 from graphrunner.core.sleep_level import SleepLevel
+from graphrunner.engine.graph_forecast import GraphForecast
 from graphrunner.engine.largest_step import run_largest_steps
 from graphrunner.engine.memory_plan import DeviceMemory, estimated_graph_bytes, plan_device_pages
 from graphrunner.engine.model_runner import ModelRunner
@@ -68,16 +69,14 @@ class Residency:
             step_bytes = device.peak_bytes(lambda: run_largest_steps(self._model_runner, self._limits))
             device.trim()
             clock.lap("largest step, kernels compiled")
-        shared_bytes, late_bytes = step_bytes, 0
+        num_late = sum(len(list(runner.all_keys())) for runner in runners if runner.is_lazy)
         for runner in runners:
-            estimate = estimated_graph_bytes(len(list(runner.all_keys())), shared_bytes)
-            shared_bytes = 0  # the next runner's recordings find room in the pool
-            late_bytes += estimate if runner.is_lazy else 0
-            _capture([runner])
+            forecast = GraphForecast(device.used_bytes, len(list(runner.all_keys())))
+            _capture([runner], forecast.recorded)
             device.trim()
-            clock.lap(f"capture, {runner.name}", estimate if device.has_own_memory and not runner.is_lazy else None)
+            clock.lap(f"capture, {runner.name}", forecast.estimated_bytes if device.has_own_memory else None)
         if device.has_own_memory and self.pool.can_grow:
-            self._size_pool(step_bytes + late_bytes)
+            self._size_pool(step_bytes + estimated_graph_bytes(num_late, step_bytes))
             clock.lap("KV pages", self.pool.num_bytes)
 
     def sleep(self, level: SleepLevel) -> None:
@@ -153,7 +152,7 @@ class Residency:
             raise ConfigError("gpu_memory_utilization", share, f"{num_pages} KV pages: {cause}") from cause
 
 
-def _capture(runners: list[BaseGraphRunner]) -> None:
+def _capture(runners: Sequence[BaseGraphRunner], on_recorded: Callable[[int], None] = lambda count: None) -> None:
     """Record under a progress bar on stderr, when that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
@@ -164,6 +163,7 @@ def _capture(runners: list[BaseGraphRunner]) -> None:
 
         def show(name: str, num_done: int, num_all: int) -> None:
             progress.update(task, description=name, completed=num_done, total=num_all)
+            on_recorded(num_done)
 
         for runner in runners:
             runner.capture(show)

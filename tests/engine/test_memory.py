@@ -13,6 +13,7 @@ from graphrunner import LLM
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.engine import residency
+from graphrunner.engine.graph_forecast import GraphForecast
 from graphrunner.engine.memory_plan import GRAPH_BYTES
 from graphrunner.execution.recording import RecordingBackend
 from graphrunner.telemetry import startup
@@ -23,6 +24,7 @@ GRAPHS = {"device": "cpu", "decode_graph": "recording", "prefill_graph": "record
 SIZES = {"decode_sizes": [1, 2, 4], "prefill_sizes": [16, 64]}
 NUM_KEYS = 3 * 3 + 2
 OPEN = {"num_pages": None, "max_num_seqs": 950, "gpu_memory_utilization": 0.5}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 Make = Callable[..., LLM]
 
@@ -129,6 +131,8 @@ def test_phases_add_up_to_the_start(make_llm: Make, card: FakeAccelerator, monke
     assert bytes_of["capture, decode_cuda_graph_runner"] == 9 * GRAPH
     assert sum(bytes_of.values()) == card.used_bytes() - OTHERS
     estimates = {phase.name: phase.estimated_bytes for phase in report.phases}
+    assert estimates["capture, decode_cuda_graph_runner"] == 9 * GRAPH
+    assert estimates["capture, prefill_cuda_graph_runner"] == 2 * GRAPH
     assert estimates["KV pages"] == pytest.approx(bytes_of["KV pages"], rel=0.1)
     assert estimates["weights"] == 4 * 96 * 48 * 2 + 4 * 2 * (48 * (64 + 2 * 32) + 64 * 48 + 3 * 48 * 96 + 2 * 48) + 192
 
@@ -149,9 +153,20 @@ def test_time_and_number_of_captures_follow_the_list(make_llm: Make, monkeypatch
     assert phase.seconds == pytest.approx(0.03 * len(sizes) * num_variants, rel=0.7)
 
 
-@pytest.mark.parametrize(
-    "speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}], ids=["plain", "ngram"]
-)
+def test_memory_of_a_list_is_told_by_its_first_recordings() -> None:
+    used = [1000]
+    for num_graphs, expected in ((20, 500 + 17 * 10), (6, 530), (3, 500), (1, 200)):
+        forecast = GraphForecast(lambda: used[0], num_graphs)
+        assert forecast.estimated_bytes is None
+        for count, bytes_in_use in enumerate((0, 200, 400, 500, 510, 520, 530, 900)):
+            used[0] = 1000 + bytes_in_use
+            if count <= num_graphs:
+                forecast.recorded(count)
+        assert forecast.estimated_bytes == expected
+        used[0] = 1000
+
+
+@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "ngram"])
 def test_what_is_captured_is_used(make_llm: Make, solo, speculative) -> None:
     llm = make_llm(**GRAPHS, **SIZES, speculative_config=speculative)
     prompts = prompts_of([16, 64])
@@ -192,5 +207,8 @@ def test_the_largest_step_leaves_no_trace(make_llm: Make, card: FakeAccelerator,
     runner = llm.engine.core.model_runner
     assert not runner.request_table.num_computed.any() and not runner.request_table.last_token.any()
     assert llm.steps == [] and llm.graph_report().num_eager_steps == 0
+    small = {"num_pages": 50, "gpu_memory_utilization": 0.9}
+    drafting = make_llm(**GRAPHS, **SIZES, **small, speculative_config=NGRAM).engine.core.model_runner
+    assert not drafting.request_table.num_computed.any()
     residency.run_largest_steps(runner, llm.engine.token_engine._residency._limits)
     assert not runner.request_table.num_computed.any() and not torch.is_inference_mode_enabled()

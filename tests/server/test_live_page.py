@@ -19,6 +19,8 @@ from graphrunner.entrypoints.openai.server_options import ServerOptions
 @pytest.fixture(scope="module")
 def shared_server() -> Iterator[RunningServer]:
     server = start_server(lambda: SteppingEngine(num_steps=400))
+    with server.http() as http:
+        server.wait_until(lambda: len(http.get("/debug/steps").json()["steps"]) == NUM_SHOWN_STEPS)
     yield server
     server.stop()
 

@@ -71,8 +71,12 @@ class RunningSet:
         if num_new + num_spare_pages > self.num_available_pages:
             self._prefix_cache.release(hit)
             return False
-        self._evict_down_to(num_new)
-        request.pages = hit + self._allocator.allocate(num_new)
+        try:
+            self._evict_down_to(num_new)
+            request.pages = hit + self._allocator.allocate(num_new)
+        except BaseException:  # a broken promise elsewhere must not cost pages too
+            self._prefix_cache.release(hit)
+            raise
         request.cached_len = request.resolved_len = len(hit) * self._page_size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.cached_len

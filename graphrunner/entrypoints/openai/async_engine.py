@@ -181,7 +181,7 @@ class AsyncEngine:
         self._processor.add_request(request_id, None, list(add.token_ids), params, kind, tokenizer)
         self._streams[request_id] = stream
         try:
-            self._send(add)
+            self._add(add)
             await stream.admitted
         except BaseException as error:
             self._forget(request_id)
@@ -202,13 +202,18 @@ class AsyncEngine:
         return self._processor.remove_request(request_id)
 
     def _end(self, sequences: Sequence[str], reason: FinishReason) -> None:
+        """Tell the core that nobody wants these any more. One that cannot be told is lost."""
         if sequences and self._health.state is not HealthState.DEAD and self._link is not None:
-            self._send(End(tuple(sequences), reason))
+            try:
+                self._link.send(End(tuple(sequences), reason))
+            except Exception as error:
+                self._core_lost(f"the engine core cannot be told: {error}")
 
-    def _send(self, command: Add | End) -> None:
-        assert self._link is not None
+    def _add(self, add: Add) -> None:
+        if self._link is None:
+            raise EngineDeadError(self._health.reason or "the engine is still starting")
         try:
-            self._link.send(command)
+            self._link.send(add)
         except EngineDeadError as error:
             self._core_lost(str(error))
             raise
@@ -226,6 +231,13 @@ class AsyncEngine:
     # -- what the core says -------------------------------------------------------------------------------------
 
     def _heard(self, report: Report) -> None:
+        try:
+            self._take_in(report)
+        except Exception as error:  # some streams have missed something: none may go on as if nothing had happened
+            log.error("a report of the engine core could not be taken in", exc_info=error)
+            self._core_lost(f"a report of the engine core could not be taken in: {type(error).__name__}: {error}")
+
+    def _take_in(self, report: Report) -> None:
         match report:
             case News():
                 self._take_news(report)

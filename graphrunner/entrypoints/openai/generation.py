@@ -19,7 +19,9 @@ from graphrunner.entrypoints.openai.errors import ApiError
 from graphrunner.entrypoints.openai.front_metrics import FrontMetrics
 from graphrunner.entrypoints.openai.output_stream import OutputStream
 from graphrunner.entrypoints.openai.responses import PromptTokensDetails, Usage
+from graphrunner.telemetry.log import get_logger
 
+log = get_logger(__name__)
 _FAILED = frozenset({"error", "abort"})
 
 
@@ -152,28 +154,32 @@ class Generation:
                 if each.finish_reason is not None and each.finish_reason in _FAILED:
                     raise _given_up()
             data = events.take(prompt_index, output)
-            if output.finished:
-                self._num_open -= 1
-                if self._num_open == 0:
-                    self._metrics.e2e_s.observe(time.perf_counter() - self._start_s)
-                    self._finish(data + events.last())
-                    return
+            self._num_open -= output.finished
+            if self._num_open == 0:
+                self._metrics.e2e_s.observe(time.perf_counter() - self._start_s)
+                self._finish(data + events.last())
+            elif data:
+                self._write(data)
         except Exception as error:
             self._fail(error)
-            return
-        if data:
-            self._write(data)
 
     def _fail(self, error: Exception) -> None:
-        if self._events is not None:
+        """End with what is said of an error. A second failure on the way still ends it."""
+        if self._events is None:
+            return
+        try:
             self._finish(self._events.failed(error))
+        except Exception as second:
+            log.error("a reply could not be ended properly", exc_info=second)
 
     def _finish(self, data: bytes) -> None:
         self._events = None
         if self._timer is not None:
             self._timer.cancel()
-        self._write(data)
-        self._on_end()
+        try:
+            self._write(data)
+        finally:
+            self._on_end()
 
 
 class _Collected:

@@ -24,7 +24,8 @@ from graphrunner.execution.backend import ExecutionBackend
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.base_runner import LoadedBatch
 from graphrunner.runner.capture_sizes import bucket_for
-from graphrunner.runner.gather_rows import make_derived, slots_of
+from graphrunner.runner.draft_rows import place_round_for, place_step_for, store_drafts_for
+from graphrunner.runner.gather_rows import make_derived
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
@@ -39,6 +40,7 @@ class BaseDraftRunner(BaseGraphRunner):
     Args:
         context: of the proposer: its own KV layers.
         widths: query lengths to record, rising.
+        max_token_id: the vocabulary's last.
         width_inside: tokens a request in the recording's own views, when that is not the batch's query length.
         name: in records and metrics.
 
@@ -57,6 +59,7 @@ class BaseDraftRunner(BaseGraphRunner):
         sizes: Sequence[int],
         *,
         widths: Sequence[int],
+        max_token_id: int,
         width_inside: int | None = None,
         name: str,
         is_lazy: bool = False,
@@ -68,7 +71,10 @@ class BaseDraftRunner(BaseGraphRunner):
         self._width_inside = width_inside
         self.max_reqs = max(self.sizes[-1], context.table.max_num_seqs)
         self._max_width = width_inside or self.widths[-1]
+        self._max_token_id = max_token_id
         device = context.device
+        self._place_step, self._place_round = place_step_for(device), place_round_for(device)
+        self._store_drafts = store_drafts_for(device)
         self._keys = {
             (size, width, variant): ShapeKey(size * width, size, variant)
             for size in self.sizes
@@ -132,32 +138,19 @@ class BaseDraftRunner(BaseGraphRunner):
         self._last_tokens.fill_(value)
         self.poison_inputs(value)
 
-    def place_tokens(self, views: ForwardBatch, first_positions: torch.Tensor) -> None:
-        """Derive positions, slots and lengths of a uniform step that starts at `first_positions`. In graph.
+    def place_step(self, views: ForwardBatch, tokens: torch.Tensor, shift: int) -> None:
+        """See `draft_rows.place_step`."""
+        context = self.context
+        self._place_step(context.table, views, tokens, shift, context.page_size, self._max_token_id)
 
-        Args:
-            first_positions: int [R], at least 0.
-        """
-        num_reqs, width = views.num_reqs, views.num_tokens // views.num_reqs
-        offsets = torch.arange(width, device=first_positions.device)
-        views.positions.copy_((first_positions.unsqueeze(1) + offsets).flatten())
-        views.seq_lens.copy_(first_positions + width)
-        token_rows = views.request_rows.repeat_interleave(width, output_size=num_reqs * width)
-        slots = slots_of(self.context.table, token_rows, views.positions, self.context.page_size)
-        views.slot_mapping.copy_(slots)
+    def place_round(self, views: ForwardBatch, inputs: RoundInputs) -> None:
+        """See `draft_rows.place_round`."""
+        context, num_new = self.context, inputs.num_new[: views.num_reqs]
+        self._place_round(context.table, views, inputs.token_ids, num_new, context.page_size, self._max_token_id)
 
     def store_drafts(self, request_rows: torch.Tensor, drafts: Sequence[torch.Tensor]) -> None:
-        """Leave the drafts of each row in the request table; nothing stands after them. In graph.
-
-        Args:
-            request_rows: int32 [R]; drafts: int32 [R] each, in order.
-        """
-        table = self.context.table.draft_tokens
-        made = torch.full((request_rows.shape[0], table.shape[1]), -1, dtype=torch.int32, device=table.device)
-        is_real = request_rows > 0
-        for place, tokens in enumerate(drafts[: table.shape[1]]):
-            made[:, place] = torch.where(is_real, tokens.to(torch.int32), -1)
-        table.index_copy_(0, request_rows.long(), made)
+        """See `draft_rows.store_drafts`; int32 [R] each, in order."""
+        self._store_drafts(self.context.table, request_rows, torch.stack([*drafts], dim=1))
 
     def _views_of(self, key: ShapeKey) -> ForwardBatch:
         num_reqs, context = key.num_reqs, self.context
@@ -198,7 +191,6 @@ class RoundInputs:
     Args:
         max_reqs, max_width: the largest round.
         hidden_size: numbers a token.
-        max_token_id: the vocabulary's last.
 
     Attributes:
         token_ids: int32 [max_reqs * max_width]; num_new: int32 [max_reqs]; hidden: [max_reqs * max_width, hidden_size].
@@ -212,12 +204,10 @@ class RoundInputs:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        max_token_id: int,
     ) -> None:
         self.token_ids = torch.zeros(max_reqs * max_width, dtype=torch.int32, device=device)
         self.num_new = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(max_reqs * max_width, hidden_size, dtype=dtype, device=device)
-        self._max_token_id = max_token_id
 
     def take(self, token_ids: torch.Tensor, num_new: torch.Tensor, hidden: torch.Tensor) -> None:
         """Copy a round in: int32 [R, W], int32 [R], [R * W, hidden_size]. Sync: none."""
@@ -230,20 +220,6 @@ class RoundInputs:
         self.token_ids.fill_(value)
         self.num_new.fill_(value)
         self.hidden.fill_(float("nan"))
-
-    def counts(self, request_rows: torch.Tensor, width: int) -> torch.Tensor:
-        """How many tokens each row got, int32 [R]: 1 to width, 1 for padding. In graph."""
-        counts = self.num_new[: request_rows.shape[0]].clamp(1, width)
-        return torch.where(request_rows > 0, counts, 1)
-
-    def next_ids(self, num_tokens: int) -> torch.Tensor:
-        """The token after each of the step's tokens, int32 [T]; a valid id also where there is none. In graph."""
-        return self.token_ids[:num_tokens].clamp(0, self._max_token_id)
-
-
-def first_positions(table_lengths: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Where a round's tokens began, int32 [R]: the rows have moved on by `counts` since. In graph."""
-    return (table_lengths - counts).clamp(min=0)
 
 
 def draft_batch(batch: ScheduledBatch) -> ScheduledBatch:

@@ -40,13 +40,14 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
         *,
         step: DraftStep,
         num_drafts: int,
+        max_token_id: int,
         is_lazy: bool = False,
         is_poisoning: bool = False,
     ) -> None:
         name = f"draft_model_{num_drafts}"
         super().__init__(
-            context, backend, account, sizes, widths=(1,), width_inside=2, name=name, is_lazy=is_lazy,
-            is_poisoning=is_poisoning,
+            context, backend, account, sizes, widths=(1,), width_inside=2, name=name, max_token_id=max_token_id,
+            is_lazy=is_lazy, is_poisoning=is_poisoning,
         )  # fmt: skip
         self._step, self._num_drafts = step, num_drafts
         self._before_last = torch.zeros(self.max_reqs, dtype=torch.int32, device=context.device)
@@ -59,17 +60,13 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Draft, step by step. In graph."""
         num_reqs, table = views.num_reqs, self.context.table
-        is_real = views.request_rows > 0
-        newest = table.num_computed.index_select(0, views.request_rows)
         last = table.last_token.index_select(0, views.request_rows)
-        self.place_tokens(views, (newest - 1).clamp(min=0))
-        views.input_ids.copy_(torch.stack((self._before_last[:num_reqs], last), dim=1).flatten())
+        self.place_step(views, torch.stack((self._before_last[:num_reqs], last), dim=1).flatten(), -1)
         views.logits_indices.copy_(self._ends[:num_reqs])
         drafts = [self._step(views, variant)]
         single = self._single(views)
         for place in range(1, self._num_drafts):
-            self.place_tokens(single, newest + place)
-            single.input_ids.copy_(torch.where(is_real, drafts[-1], 0))
+            self.place_step(single, drafts[-1], place)
             drafts.append(self._step(single, variant))
         self.store_drafts(views.request_rows, drafts)
         return ModelOutput(token_ids=drafts[-1])

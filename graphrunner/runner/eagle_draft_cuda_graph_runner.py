@@ -42,11 +42,20 @@ class EagleDraftCudaGraphRunner(BaseDraftRunner):
         state: EagleState,
         num_drafts: int,
         name: str = "eagle_draft_cuda_graph_runner",
+        max_token_id: int,
         is_lazy: bool = False,
         is_poisoning: bool = False,
     ) -> None:
         super().__init__(
-            context, backend, account, sizes, widths=(1,), name=name, is_lazy=is_lazy, is_poisoning=is_poisoning
+            context,
+            backend,
+            account,
+            sizes,
+            widths=(1,),
+            name=name,
+            max_token_id=max_token_id,
+            is_lazy=is_lazy,
+            is_poisoning=is_poisoning,
         )
         self._step, self.state, self._num_drafts = step, state, num_drafts
 
@@ -55,11 +64,9 @@ class EagleDraftCudaGraphRunner(BaseDraftRunner):
         num_reqs = views.num_reqs
         # Clones: a step may write into what it is given, and a recording must read the same inputs each time.
         hidden, tokens = self.state.hidden[:num_reqs].clone(), self.state.token_ids[:num_reqs].clone()
-        base = self.context.table.num_computed.index_select(0, views.request_rows)
         drafts = [tokens]
         for place in range(self._num_drafts - 1):
-            self.place_tokens(views, base + place)
-            views.input_ids.copy_(torch.where(views.request_rows > 0, tokens, 0))
+            self.place_step(views, tokens, place)
             hidden, tokens = self._step(views, hidden, variant)
             drafts.append(tokens)
         self.store_drafts(views.request_rows, drafts)

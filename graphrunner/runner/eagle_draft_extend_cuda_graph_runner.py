@@ -10,7 +10,7 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs, first_positions
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs
 from graphrunner.runner.eagle_state import EagleState
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.runner_context import RunnerContext
@@ -43,24 +43,27 @@ class EagleDraftExtendCudaGraphRunner(BaseDraftRunner):
         state: EagleState,
         widths: Sequence[int],
         name: str = "eagle_draft_extend_cuda_graph_runner",
+        max_token_id: int,
         is_lazy: bool = False,
         is_poisoning: bool = False,
     ) -> None:
         super().__init__(
-            context, backend, account, sizes, widths=widths, name=name, is_lazy=is_lazy, is_poisoning=is_poisoning
+            context,
+            backend,
+            account,
+            sizes,
+            widths=widths,
+            name=name,
+            max_token_id=max_token_id,
+            is_lazy=is_lazy,
+            is_poisoning=is_poisoning,
         )
         self._extend, self.inputs, self.state = extend, inputs, state
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Place the step's tokens, run over all of them, draft from each row's newest. In graph."""
-        num_reqs, num_tokens = views.num_reqs, views.num_tokens
-        width = num_tokens // num_reqs
-        counts = self.inputs.counts(views.request_rows, width)
-        lengths = self.context.table.num_computed.index_select(0, views.request_rows)
-        self.place_tokens(views, first_positions(lengths, counts))
-        views.input_ids.copy_(self.inputs.next_ids(num_tokens))
-        views.logits_indices.copy_(torch.arange(num_reqs, device=counts.device) * width + counts - 1)
-        hidden, token_ids = self._extend(views, self.inputs.hidden[:num_tokens], variant)
+        self.place_round(views, self.inputs)
+        hidden, token_ids = self._extend(views, self.inputs.hidden[: views.num_tokens], variant)
         self.state.store(hidden, token_ids)
         return ModelOutput(token_ids=token_ids, hidden_states=hidden)
 

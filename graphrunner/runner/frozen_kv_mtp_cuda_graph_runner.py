@@ -42,6 +42,7 @@ class FrozenKVMTPCudaGraphRunner(BaseDraftRunner):
         query_width: int,
         num_drafts: int,
         name: str = "frozen_kv_mtp_cuda_graph_runner",
+        max_token_id: int,
         is_lazy: bool = False,
         is_poisoning: bool = False,
     ) -> None:
@@ -53,6 +54,7 @@ class FrozenKVMTPCudaGraphRunner(BaseDraftRunner):
             widths=(query_width,),
             width_inside=1,
             name=name,
+            max_token_id=max_token_id,
             is_lazy=is_lazy,
             is_poisoning=is_poisoning,
         )
@@ -62,16 +64,15 @@ class FrozenKVMTPCudaGraphRunner(BaseDraftRunner):
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Draft, step by step. In graph."""
         num_reqs, width, table = views.num_reqs, self._query_width, self.context.table
-        counts = self.inputs.counts(views.request_rows, width)
+        counts = self.inputs.num_new[:num_reqs].clamp(1, width)
         newest = torch.arange(num_reqs, device=counts.device) * width + counts - 1
         hidden = self.inputs.hidden.index_select(0, newest)
-        newest_positions = (table.num_computed.index_select(0, views.request_rows) - 1).clamp(min=0)
         tokens = table.last_token.index_select(0, views.request_rows)
-        self.place_tokens(views, newest_positions)
         drafts = []
         for index in range(self._num_drafts):
-            views.input_ids.copy_(torch.where(views.request_rows > 0, tokens, 0))
-            views.positions.copy_(newest_positions + index)  # for the rotation; keys and slot stay where they are
+            # Keys, length and slot stay those of the newest computed token; the rotation goes on.
+            self.place_step(views, tokens, -1)
+            views.positions.add_(index)
             hidden, tokens = self._step(index, views, hidden, variant)
             drafts.append(tokens)
         self.store_drafts(views.request_rows, drafts)

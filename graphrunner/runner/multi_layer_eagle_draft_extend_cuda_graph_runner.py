@@ -11,7 +11,7 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs, first_positions
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.runner_context import RunnerContext
 
@@ -45,29 +45,32 @@ class MultiLayerEagleDraftExtendCudaGraphRunner(BaseDraftRunner):
         drafts: torch.Tensor,
         widths: Sequence[int],
         name: str = "multi_layer_eagle_draft_extend_cuda_graph_runner",
+        max_token_id: int,
         is_lazy: bool = False,
         is_poisoning: bool = False,
     ) -> None:
         super().__init__(
-            context, backend, account, sizes, widths=widths, name=name, is_lazy=is_lazy, is_poisoning=is_poisoning
+            context,
+            backend,
+            account,
+            sizes,
+            widths=widths,
+            name=name,
+            max_token_id=max_token_id,
+            is_lazy=is_lazy,
+            is_poisoning=is_poisoning,
         )
         self._head, self.inputs, self.heads, self.drafts = head, inputs, tuple(heads), drafts
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Place the step's tokens, run the heads one after the other. In graph."""
-        num_reqs, num_tokens = views.num_reqs, views.num_tokens
-        width, inputs = num_tokens // num_reqs, self.inputs
-        counts = inputs.counts(views.request_rows, width)
-        lengths = self.context.table.num_computed.index_select(0, views.request_rows)
-        self.place_tokens(views, first_positions(lengths, counts))
-        last = (torch.arange(num_reqs, device=counts.device) * width + counts - 1).long()
-        views.logits_indices.copy_(last)
+        num_reqs, num_tokens, inputs = views.num_reqs, views.num_tokens, self.inputs
         for index in self.heads:
-            views.input_ids.copy_(inputs.next_ids(num_tokens))
+            self.place_round(views, inputs)
             hidden, drafts = self._head(index, views, inputs.hidden[:num_tokens].clone(), variant)
             self.drafts[:num_reqs, index].copy_(drafts)
             inputs.hidden[:num_tokens].copy_(hidden)
-            inputs.token_ids[:num_tokens].copy_(shifted(views.input_ids, last, drafts))
+            inputs.token_ids[:num_tokens].copy_(shifted(views.input_ids, views.logits_indices, drafts))
         self.store_drafts(views.request_rows, self.drafts[:num_reqs, : self.heads[-1] + 1].unbind(1))
         return ModelOutput(token_ids=drafts)
 

@@ -71,7 +71,11 @@ class DraftModelProposer(DeviceProposer):
         parts = RunnerParts(context)
         self._runners = {
             count: DraftModelCudaGraphRunner(
-                *parts.of_runner(), step=self._step, num_drafts=count, is_lazy=context.is_lazy
+                *parts.of_runner(),
+                step=self._step,
+                num_drafts=count,
+                max_token_id=self._model.config.vocab_size - 1,
+                is_lazy=context.is_lazy,
             )
             for count in self._counts
         }

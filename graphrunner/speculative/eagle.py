@@ -63,7 +63,6 @@ class EagleProposer(DeviceProposer):
             hidden_size=num_taps * target.config.hidden_size,
             dtype=target.options.dtype,
             device=target.options.device,
-            max_token_id=target.config.vocab_size - 1,
         )
         self._extend_runner = EagleDraftExtendCudaGraphRunner(
             *parts.of_runner(),
@@ -71,6 +70,7 @@ class EagleProposer(DeviceProposer):
             inputs=self._inputs,
             state=self._state,
             widths=(1, *self._widths),
+            max_token_id=target.config.vocab_size - 1,
             is_lazy=context.is_lazy,
         )
         self._loops = {
@@ -80,6 +80,7 @@ class EagleProposer(DeviceProposer):
                 state=self._state,
                 num_drafts=verify_width - 1,
                 name=f"eagle_draft_{verify_width - 1}",
+                max_token_id=target.config.vocab_size - 1,
                 is_lazy=context.is_lazy,
             )
             for verify_width in self._widths

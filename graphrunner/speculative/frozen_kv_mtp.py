@@ -56,7 +56,6 @@ class FrozenKVProposer(DeviceProposer):
             hidden_size=target.config.hidden_size,
             dtype=target.options.dtype,
             device=target.options.device,
-            max_token_id=target.config.vocab_size - 1,
         )
         over_target = replace(context.runner_context, kv_layers=context.target_kv_layers)
         self._runners = {
@@ -67,6 +66,7 @@ class FrozenKVProposer(DeviceProposer):
                 query_width=width,
                 num_drafts=self._num_drafts,
                 name=f"frozen_kv_mtp_{width}",
+                max_token_id=target.config.vocab_size - 1,
                 is_lazy=context.is_lazy,
             )
             for width in (1, *self._widths)

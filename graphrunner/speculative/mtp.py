@@ -66,7 +66,6 @@ class MTPProposer(DeviceProposer):
             hidden_size=target.config.hidden_size,
             dtype=target.options.dtype,
             device=target.options.device,
-            max_token_id=target.config.vocab_size - 1,
         )
         drafts = torch.zeros(parts.max_reqs, self.draft.num_heads, dtype=torch.int32, device=target.options.device)
         self._runner = MultiLayerEagleDraftExtendCudaGraphRunner(
@@ -76,6 +75,7 @@ class MTPProposer(DeviceProposer):
             heads=range(self.draft.num_heads),
             drafts=drafts,
             widths=(1, *self._widths),
+            max_token_id=target.config.vocab_size - 1,
             is_lazy=context.is_lazy,
         )
         self._is_recorded = parts.is_recorded

@@ -162,7 +162,7 @@ def test_heads_recorded_apart_draft_the_same(model: CausalLM, folders: dict[str,
     heads = [
         MultiLayerEagleDraftExtendCudaGraphRunner(
             whole.context, type(whole.backend)(), whole.account, whole.sizes, head=whole._head, inputs=whole.inputs,
-            heads=(index,), drafts=whole.drafts, widths=whole.widths, name=f"head_{index}",
+            heads=(index,), drafts=whole.drafts, widths=whole.widths, name=f"head_{index}", max_token_id=95,
         )
         for index in range(3)
     ]  # fmt: skip

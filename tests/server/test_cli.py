@@ -21,6 +21,7 @@ from graphrunner.core.errors import ModelLoadError
 from graphrunner.core.outputs import CompletionOutput, RequestOutput, StepRecord
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
+from graphrunner.core.startup_report import StartupPhase, StartupReport
 from graphrunner.entrypoints.cli.main import app
 from graphrunner.execution.backend import CaptureStats
 from graphrunner.runner.graph_account import GraphReport, KeyAccount
@@ -63,6 +64,10 @@ class FakeLLM:
     @property
     def steps(self) -> list[StepRecord]:
         return [StepRecord(0, ForwardMode.DECODE, "decode", KEY, 4, 4, True, None, 0.0, 1.0)]
+
+    def startup_report(self) -> StartupReport:
+        phases = (StartupPhase("weights", 1.5, 3 << 20, 4 << 20), StartupPhase("KV pages", 0.25, 5 << 20))
+        return StartupReport(phases, 1.76, limit_bytes=20 << 20, used_bytes=9 << 20, num_pages=77)
 
     def graph_report(self) -> GraphReport:
         stats = CaptureStats(num_nodes=3, capture_ms=1.5, memory_bytes=1 << 20)
@@ -166,9 +171,13 @@ def test_chat_keeps_the_conversation(run: Any) -> None:
 def test_graphs(run: Any) -> None:
     result = run("graphs", "--num-requests", "2")
     assert result.exit_code == 0, result.output
-    for text in ("captured", "after 2 requests", "4t x 4r greedy", "NUM_REQS", "not captured: prefill", "25%"):
+    for text in (
+        "captured", "after 2 requests", "4t x 4r greedy", "NUM_REQS", "not captured: prefill", "25%", "1.75 of 1.76",
+        "77 KV pages; 9 MiB of the card are in use, 20 may be",
+    ):  # fmt: skip
         assert text in result.output
     report = json.loads(run("graphs", "--json").stdout)
+    assert report["start"]["phases"][0]["estimated_bytes"] == 4 << 20 and report["start"]["total_s"] == 1.75
     assert report["captured"]["keys"][0]["num_replays"] == 0 and report["after"]["keys"][0]["num_replays"] == 1
 
 

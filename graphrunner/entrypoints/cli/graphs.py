@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.entrypoints.cli.startup_table import show_startup, startup_as_dict
 
 if TYPE_CHECKING:
     from graphrunner.runner.graph_account import GraphReport
@@ -21,25 +22,27 @@ def graphs(
     model: Model = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Requests to run between the two tables.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print both reports as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     *,
     engine_options: dict[str, object],
 ) -> None:
-    """Print what was captured, run some requests, print it again: capture time, memory, replays, padding, misses."""
+    """Print the start and what was captured, run some requests, print it again: memory, replays, padding, misses."""
     from graphrunner.core.sampling_params import SamplingParams
     from graphrunner.entrypoints.llm import LLM
 
     with LLM(model, **engine_options) as llm:
-        before = llm.graph_report()
+        start, before = llm.startup_report(), llm.graph_report()
         prompts = [{"prompt_token_ids": list(range(10, 18 + index))} for index in range(num_requests)]
         lens = [max(1, max_tokens - index) for index in range(num_requests)]  # so that the batch shrinks step by step
         params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lens]
         if not as_json:
+            show_startup(start)
             show("captured", before)
         llm.generate(prompts, params, use_tqdm=False)
         after = llm.graph_report()
     if as_json:
-        typer.echo(json.dumps({"captured": _as_dict(before), "after": _as_dict(after)}, indent=2))
+        reports = {"start": startup_as_dict(start), "captured": _as_dict(before), "after": _as_dict(after)}
+        typer.echo(json.dumps(reports, indent=2))
     else:
         show(f"after {num_requests} requests", after)
 

@@ -59,7 +59,15 @@ def peer_rows(shape: str, device: str, workload: Workload) -> Iterator[Row]:
     generation = GenerationConfig(
         do_sample=False, max_new_tokens=max(output_lens), eos_token_id=-1, pad_token_id=0, bos_token_id=1
     )  # fmt: skip
-    with model.continuous_batching_context_manager(generation_config=generation, timeout=5) as batching:
+    small = None
+    if device == "cpu":
+        # Left to itself it takes most of the machine's memory.
+        from transformers import ContinuousBatchingConfig
+
+        small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=small, timeout=5
+    ) as batching:
         _peer_run(batching, config, prompt_lens[:8], output_lens[:8])
         num_tokens, num_done, duration_s = _peer_run(batching, config, prompt_lens, output_lens)
     print(f"   transformers: {num_done} of {len(prompt_lens)} requests done in {duration_s:.1f} s", flush=True)

@@ -75,6 +75,23 @@ def setup_logging(level: str = "warning", log_format: LogFormat = LogFormat.TEXT
     root.setLevel(logging.getLevelNamesMapping().get(level.upper(), logging.WARNING))
 
 
+def adopt_logger(name: str) -> None:
+    """Let the warnings of another package's logger come out as ours do. After `setup_logging`. Idempotent."""
+    logger = logging.getLogger(name)
+    logger.handlers = [handler for handler in logging.getLogger(_ROOT).handlers if handler.name == _ROOT]
+    logger.propagate = False
+
+
+def announce(text: str) -> None:
+    """Tell whoever runs the program, on stderr, whatever the level: as it is, or as a line of a log that is JSON."""
+    for handler in logging.getLogger(_ROOT).handlers:
+        if handler.name == _ROOT and isinstance(handler.formatter, _JsonLines):
+            handler.handle(logging.LogRecord(_ROOT, logging.INFO, "", 0, text, None, None))
+            return
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module. Nothing is configured here: a program that imports us keeps its own set-up."""
     return logging.getLogger(name)

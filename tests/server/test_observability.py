@@ -16,7 +16,7 @@ from graphrunner.config.engine_config import LogFormat
 from graphrunner.core.errors import ConfigError
 from graphrunner.entrypoints.openai.server_options import ServerOptions
 from graphrunner.entrypoints.openai.tracing import otlp_tracer
-from graphrunner.telemetry.log import setup_logging
+from graphrunner.telemetry.log import adopt_logger, announce, setup_logging
 
 
 @pytest.fixture
@@ -75,6 +75,14 @@ def test_an_exception_is_one_line(json_log: Callable[[], str]) -> None:
     (line,) = json_log().splitlines()
     parsed = json.loads(line)
     assert parsed["message"] == "it failed" and "ValueError: two\nlines" in parsed["exception"]
+
+
+def test_what_is_announced_is_a_line_too(json_log: Callable[[], str]) -> None:
+    announce("ready")
+    adopt_logger("somebody")
+    logging.getLogger("somebody").warning("odd")
+    first, second = map(json.loads, json_log().splitlines())
+    assert (first["message"], second["message"], second["logger"]) == ("ready", "odd", "somebody")
 
 
 def test_a_span_for_each_request(collector: tuple[str, list[bytes]]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from graphrunner.config.env import log_level
 from graphrunner.entrypoints.cli.sampling_options import Model
-from graphrunner.telemetry.log import setup_logging
+from graphrunner.telemetry.log import adopt_logger, announce, setup_logging
 
 if TYPE_CHECKING:
     from graphrunner.entrypoints.core_process.launch import LaunchCore
@@ -34,6 +34,7 @@ def serve(
     options = server_options_from(server_options)
     config = engine_config_from_options({"model": model, **engine_options})
     setup_logging(log_level(), config.telemetry.log_format)
+    adopt_logger("uvicorn")
     if options.log_requests:
         logging.getLogger("graphrunner.access").setLevel(logging.INFO)
 
@@ -56,14 +57,14 @@ def run_server(launch: LaunchCore, read_tokenizer: Callable[[], Tokenizer | None
     server = ServerProcess(
         make_engine,
         options,
-        on_listening=lambda url: typer.echo(f"listening on {url}, loading the model", err=True),
-        on_ready=lambda: typer.echo("ready", err=True),
+        on_listening=lambda url: announce(f"listening on {url}, loading the model"),
+        on_ready=lambda: announce("ready"),
     )
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(server.run())
     except ServerFailedError as error:
-        typer.echo(f"graphrunner: {' '.join(str(error).split())}", err=True)
+        announce(f"graphrunner: {' '.join(str(error).split())}")
         raise typer.Exit(error.exit_code) from None
 
 

@@ -84,6 +84,7 @@ class ServerProcess:
         listener = _bound(self._options.host, self._options.port)
         config = uvicorn.Config(
             app,
+            log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,

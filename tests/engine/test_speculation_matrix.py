@@ -1,7 +1,9 @@
 """Speculation changes no token: every proposer, k, batch, chunk, cache, distance from the limit, stop."""
 
 from collections.abc import Callable
+from functools import partial
 
+import draft_making
 import oracle
 import pytest
 from engine_driver import generate, greedy, pool_check, prompts_of, tokens
@@ -15,12 +17,25 @@ SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[Heal
 METHODS = [
     ("ngram", None),
     ("draft_model", "self"),
+    ("eagle", "drafts:eagle1"),
+    ("eagle", "drafts:eagle3"),
+    ("mtp", "drafts:mtp"),
+    ("frozen_kv_mtp", "drafts:frozen_kv"),
     *(("oracle", f"{place}:{kind}") for place in ("host", "device") for kind in ("right", "wrong", "mixed")),
 ]
 
 
 @pytest.fixture(scope="module")
-def engine_of(tiny_folder) -> Callable[..., LLM]:
+def draft_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Drafts of random weights, by the name of what made them."""
+    root = tmp_path_factory.mktemp("drafts")
+    makers = (draft_making.eagle1, draft_making.eagle3, partial(draft_making.mtp, num_heads=8), draft_making.frozen_kv)
+    names = ("eagle1", "eagle3", "mtp", "frozen_kv")
+    return {f"drafts:{name}": str(make(root / name)) for name, make in zip(names, makers, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny_folder, draft_folders) -> Callable[..., LLM]:
     made: dict[tuple, LLM] = {}
 
     def engine(method: str, model: str | None, k: int, **options: object) -> LLM:
@@ -28,7 +43,7 @@ def engine_of(tiny_folder) -> Callable[..., LLM]:
         if key not in made:
             config = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1, "adaptive": k == 4}
             if model is not None:
-                config["model"] = str(tiny_folder) if model == "self" else model
+                config["model"] = str(tiny_folder) if model == "self" else draft_folders.get(model, model)
             made[key] = LLM(
                 str(tiny_folder), max_model_len=L, max_num_seqs=9, num_pages=200, skip_tokenizer_init=True,
                 num_threads=1, decode_sizes=(1, 2, 4, 8), speculative_config=config, **options,

@@ -102,7 +102,7 @@ class EngineCore:
             verified = []
         record = _record(pending, verified)
         if self._speculation is not None:
-            self._speculation.resolved(scheduled, verified, record.duration_ms)
+            self._speculation.resolved(scheduled, verified, record)
         self._on_step(record)
         return [_output(update, result, index) for index, update in enumerate(updates) if update is not None]
 

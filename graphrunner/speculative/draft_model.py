@@ -62,8 +62,8 @@ class DraftModelProposer(DeviceProposer):
 
     def __init__(self, model: LanguageModel, counts: Sequence[int]) -> None:
         self.kv_spec = model.kv_spec
-        self._model = model
-        self._counts = tuple(counts)
+        self.model = model
+        self.counts = tuple(counts)
 
     def bind(self, context: ProposerContext) -> None:
         """See `Proposer.bind`."""
@@ -77,14 +77,14 @@ class DraftModelProposer(DeviceProposer):
                 max_token_id=self._model.config.vocab_size - 1,
                 is_lazy=context.is_lazy,
             )
-            for count in self._counts
+            for count in self.counts
         }
         self._is_recorded = parts.is_recorded
 
     def modules(self) -> Sequence[nn.Module]:
         """See `Proposer.modules`."""
-        assert isinstance(self._model, nn.Module)
-        return (self._model,)
+        assert isinstance(self.model, nn.Module)
+        return (self.model,)
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """See `Proposer.runners`."""
@@ -96,7 +96,7 @@ class DraftModelProposer(DeviceProposer):
         if step.mode not in (ForwardMode.DECODE, ForwardMode.VERIFY):
             own = with_metadata(replace(views, kv_layers=self._context.runner_context.kv_layers))
             with active_batch(own):
-                self._model(own, only_logits_rows=True)
+                self.model(own, only_logits_rows=True)
         if round_.num_drafts and any(step.samples):
             runner = next(runner for count, runner in self._runners.items() if count >= round_.num_drafts)
             runner.take(_before_last(round_))
@@ -105,13 +105,13 @@ class DraftModelProposer(DeviceProposer):
     def _step(self, batch: ForwardBatch, variant: ForwardVariant) -> torch.Tensor:
         """One forward and the token after each request's last. In graph."""
         with active_batch(batch):
-            hidden = self._model(batch)
+            hidden = self.model(batch)
         if batch.num_tokens > batch.num_reqs:
             hidden = hidden.index_select(0, batch.logits_indices)
         if variant is ForwardVariant.GREEDY:
-            token_ids = self._model.greedy_tokens(hidden)
-            return pick_greedy(self._model.logits(hidden)) if token_ids is None else token_ids
-        logits = self._model.logits(hidden)
+            token_ids = self.model.greedy_tokens(hidden)
+            return pick_greedy(self.model.logits(hidden)) if token_ids is None else token_ids
+        logits = self.model.logits(hidden)
         # A request's drafts are drawn with the very noise that the target draws the same places with.
         if logits.is_cuda:
             return self._context.pick(logits, batch.request_rows, batch.seq_lens, variant)

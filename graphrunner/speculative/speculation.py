@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphrunner.core.draft_plan import DraftPlan
+from graphrunner.core.graph_miss import GraphMissReason
+from graphrunner.core.outputs import StepRecord
 from graphrunner.core.request import Request
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
@@ -46,6 +48,7 @@ class Speculation:
         self._max_drafts = max_drafts
         self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for the next step
         self._num_proposed = 0  # how many it was asked for in the last step
+        self._unsettled: set[tuple[int, int]] = set()  # shapes whose next step may record a graph first
         self._num_rounds = 0
         self._is_alarmed = False
 
@@ -97,17 +100,12 @@ class Speculation:
         samples = zip(batch.rows, batch.samples, strict=True)
         self._num_ready = {row: self._num_proposed for row, is_sampled in samples if is_sampled and num_drafts}
 
-    def resolved(self, batch: ScheduledBatch, verified: Sequence[Verified], duration_ms: float) -> None:
+    def resolved(self, batch: ScheduledBatch, verified: Sequence[Verified], record: StepRecord) -> None:
         """Take in a finished step."""
         for row, num_drafts, num_accepted in verified:
             self.controller.add_round(row, num_drafts, num_accepted)
-        is_device = isinstance(self.proposer, DeviceProposer)
-        width = batch.max_query_len
-        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and (
-            # A step that verified some number of drafts and proposed another is the price of neither.
-            not is_device or self._num_proposed == width - 1
-        ):
-            self.controller.add_step(batch.num_reqs, width, duration_ms)
+        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and self._is_typical(batch, record):
+            self.controller.add_step(batch.num_reqs, batch.max_query_len, record.duration_ms)
         if verified and not self._is_alarmed:
             self._num_rounds += 1
             self._sound_alarm(batch, verified)
@@ -119,6 +117,20 @@ class Speculation:
     def close(self) -> None:
         """Give the proposer's memory back. Idempotent."""
         self.proposer.close()
+
+    def _is_typical(self, batch: ScheduledBatch, record: StepRecord) -> bool:
+        """Whether the step's time says what others like it will take."""
+        width = batch.max_query_len
+        if isinstance(self.proposer, DeviceProposer) and self._num_proposed != width - 1:
+            return False  # it verified some number of drafts and proposed another: the price of neither
+        shape = (batch.num_reqs, width)
+        if record.miss_reason is not None and record.miss_reason.reason is GraphMissReason.NOT_CAPTURED:
+            self._unsettled.add(shape)
+            return False
+        if shape in self._unsettled:
+            self._unsettled.remove(shape)
+            return False
+        return True
 
     def _most_for(self, request: Request) -> int:
         params = request.sampling_params

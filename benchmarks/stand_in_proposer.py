@@ -1,0 +1,62 @@
+"""A draft of given acceptance, at the cost of a real one, for a target of random weights.
+
+The target is made predictable at the full cost of its shape: its embedding outweighs what the layers add, and its head
+is that embedding, shifted by one row. So it counts upwards, whatever is computed in between, and rounding cannot change
+that. The stand-in runs its own forwards like any draft model, then says the right token with probability `ACCEPTANCE`,
+whatever the row and the position, and else a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from graphrunner.config.speculative_config import SpeculativeConfig
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.models.causal_lm import CausalLM
+from graphrunner.speculative import draft_model
+from graphrunner.speculative.draft_model import DraftModelProposer
+from graphrunner.speculative.proposer import Target
+from graphrunner.weights.dummy import iterate_dummy
+
+ACCEPTANCE = 0.7
+_EMBEDDING_SCALE = 800.0
+
+
+def create_proposer(config: SpeculativeConfig, target: Target) -> DraftModelProposer:
+    """Make the target predictable, and a dummy draft of `config.model`'s shape beside it."""
+    assert isinstance(target.model, CausalLM), "the shape must have a native model"
+    target.model.load_weights(_counting(target.model, target.seed))
+    made = draft_model.create_proposer(config, target)
+    return StandIn(made.model, made.counts)
+
+
+def _counting(model: CausalLM, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Dummy weights of a model that says t + 1 after t."""
+    embedding = None
+    options = model.options
+    for name, tensor in iterate_dummy(model.config, options.weight_dtype or options.dtype, options.device, seed):
+        if "embed_tokens" in name:
+            embedding = tensor.mul_(_EMBEDDING_SCALE)
+        if "lm_head" in name:
+            assert embedding is not None, "the embedding comes first"
+            tensor.copy_(torch.roll(embedding, 1, dims=0))
+        yield name, tensor
+
+
+class StandIn(DraftModelProposer):
+    """A draft model whose words are put into its mouth."""
+
+    name = "stand_in"
+
+    def _step(self, batch: ForwardBatch, variant: ForwardVariant) -> torch.Tensor:
+        super()._step(batch, variant)
+        ids, positions = batch.input_ids, batch.positions
+        if batch.num_tokens > batch.num_reqs:
+            ids, positions = ids[batch.logits_indices], positions[batch.logits_indices]
+        mixed = (positions * 2654435761 + batch.request_rows.long() * 40503) & 0xFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
+        is_wrong = ((mixed ^ (mixed >> 13)) & 0xFFFF) >= int(ACCEPTANCE * 65536)
+        return ((ids.long() + 1 + is_wrong) % self.model.config.vocab_size).to(torch.int32)

@@ -74,7 +74,7 @@ class DraftModelProposer(DeviceProposer):
                 *parts.of_runner(),
                 step=self._step,
                 num_drafts=count,
-                max_token_id=self._model.config.vocab_size - 1,
+                max_token_id=self.model.config.vocab_size - 1,
                 is_lazy=context.is_lazy,
             )
             for count in self.counts

@@ -78,11 +78,15 @@ def test_preempted_requests_end_with_the_same_bits(make_llm: Make, alone) -> Non
     assert llm.engine.core.scheduler.stats().num_preemptions > 0
 
 
-def test_int8_weights_on_a_cpu(make_llm: Make) -> None:
-    options = {"deterministic": True, "device": "cpu", "quantization": "int8"}
-    single = make_llm(**options, max_num_seqs=1, enable_prefix_caching=False)
+NUMBERS = [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_other_numbers_on_a_cpu(make_llm: Make, numbers: dict[str, object]) -> None:
+    options = {"deterministic": True, "device": "cpu", **numbers}
+    single = make_llm(**options, max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True)
     expected = {i: results(single, [i])[i] for i in (0, 1, 2)}
-    assert results(make_llm(**options), [2, 0, 1]) == expected
+    assert results(make_llm(**options, max_num_batched_tokens=24), [2, 0, 1]) == expected
 
 
 def test_what_cannot_be_promised_is_refused(make_llm: Make) -> None:

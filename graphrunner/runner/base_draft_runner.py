@@ -84,6 +84,7 @@ class BaseDraftRunner(BaseGraphRunner):
         self.buffers = StaticBuffers(
             self.max_reqs, self.max_reqs, device, context.attention.pad_seq_len, specs=DECODE_BUFFERS
         )
+        self._held: tuple[tuple[int, ...], int] = ((), 0)  # rows in the buffer, and how far it is padded
         self.derived = make_derived(self.max_reqs * self._max_width, self.max_reqs, device)
         self._last_tokens = torch.zeros(self.max_reqs, dtype=torch.int64, device=device)
         self._starts = torch.arange(self.max_reqs + 1, dtype=torch.int32, device=device)
@@ -107,7 +108,7 @@ class BaseDraftRunner(BaseGraphRunner):
         return None
 
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
-        """Write the row numbers. See `BaseRunner.load_batch`."""
+        """Write the row numbers, unless they are there already. See `BaseRunner.load_batch`."""
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
         self._load_rows(batch, key)
@@ -132,6 +133,7 @@ class BaseDraftRunner(BaseGraphRunner):
     def poison(self, value: int) -> None:
         """See `BaseGraphRunner.poison`."""
         self.buffers.poison(value)
+        self._held = ((), 0)
         derived = self.derived
         for tensor in (derived.input_ids, derived.positions, derived.slot_mapping, derived.seq_lens):
             tensor.fill_(value)
@@ -177,6 +179,10 @@ class BaseDraftRunner(BaseGraphRunner):
         return with_metadata(views)
 
     def _load_rows(self, batch: ScheduledBatch, key: ShapeKey) -> None:
+        wanted = (batch.rows, key.num_reqs)
+        if wanted == self._held:
+            return
+        self._held = wanted
         columns = {"request_rows": np.asarray(batch.rows, np.int32)}
         self.buffers.load(columns, batch.num_reqs, key.num_reqs, key.num_reqs)
 

@@ -40,7 +40,7 @@ from graphrunner.sampling.pooler import Pooler
 from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.sampling.verifier import Verifier
-from graphrunner.speculative.draft_controller import DraftController, widths_for
+from graphrunner.speculative.draft_controller import MAX_ADAPTIVE_REQS, DraftController, widths_for
 from graphrunner.speculative.proposer import DeviceProposer, Proposer, ProposerContext, TargetNeeds
 from graphrunner.speculative.speculation import Speculation
 from graphrunner.telemetry.log import get_logger
@@ -118,7 +118,7 @@ class RunnerParts:
         config, graph = self.config.speculative, self.config.graph
         if config is None or self.proposer is None:
             return None
-        sizes = self._decode_sizes()
+        sizes = self._verify_sizes()
         num_own = len(context.kv_layers)
         self.proposer.bind(
             ProposerContext(
@@ -158,11 +158,18 @@ class RunnerParts:
             backend = self._uniform_backend(graph_pool)
             if backend is not None:
                 runners[width] = DecodeCudaGraphRunner(
-                    context, backend, account, self._decode_sizes(), variants=self._decode_variants(),
+                    context, backend, account, self._verify_sizes(), variants=self._decode_variants(),
                     query_width=width, name=f"verify_{width}", is_lazy=self.config.graph.capture is CapturePolicy.LAZY,
                     is_poisoning=self.config.graph.poison_outputs,
                 )  # fmt: skip
         return runners
+
+    def _verify_sizes(self) -> tuple[int, ...]:
+        """Batch sizes at which drafts are made and verified: the decode steps', cut where `adaptive` verifies none."""
+        config, sizes = self.config.speculative, self._decode_sizes()
+        if config is None or not config.adaptive or self.config.graph.decode_sizes:
+            return sizes
+        return tuple(size for size in sizes if size <= MAX_ADAPTIVE_REQS) or sizes[:1]
 
     def _check(
         self,

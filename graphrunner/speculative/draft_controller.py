@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from graphrunner.runner.capture_sizes import bucket_for
 
+MAX_ADAPTIVE_REQS = 64
+"""Largest batch that adaptive speculation is recorded for by default: past it the device is busy with plain steps."""
+
 _NUM_TRIES = 2
 _ROUNDS_BETWEEN_PROBES = 128
 _NEW_SHARE = 0.1  # weight of the newest time in the running mean
@@ -77,7 +80,7 @@ class DraftController:
 
     Args:
         widths: that can be run, in rising order, 1 not among them.
-        sizes: captured batch sizes; times are kept by them.
+        sizes: captured batch sizes; times are kept by them, and adaptive speculation ends at the largest.
         is_adaptive: else the largest width is always chosen.
         disable_at: batch size from which on nothing is verified; None for none.
     """
@@ -111,6 +114,8 @@ class DraftController:
         fitting = [width for width in self.widths if width <= self.width_for(most)]
         if not self._is_adaptive:
             return fitting[-1]
+        if len(rows) > self._sizes[-1]:
+            return 1
         self._round += 1
         candidates = (1, *fitting)
         untried = next((width for width in candidates if not self._cost(len(rows), width).is_known), None)

@@ -46,6 +46,7 @@ def test_batch_size_decides() -> None:
         accept(controller, row, 0.7)
     assert controller.choose_width([1], [4]) == 5
     assert controller.choose_width(list(range(1, 9)), [4] * 8) == 1
+    assert controller.choose_width(list(range(1, 10)), [4] * 9) == 1, "more requests than the largest recorded size"
     disabled = measured({1: 10.0, 5: 10.0}, num_reqs=2, disable_at=2)
     assert disabled.choose_width([1, 2], [4, 4]) == 1
 

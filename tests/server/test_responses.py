@@ -271,6 +271,7 @@ def test_items_sent_back(client: openai.OpenAI, said: FakeEngine) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{**WEATHER, "parameters": {"type": 3}}]}, "tools[0].parameters"),
+        ({"tools": [{**WEATHER, "parameters": {"type": {}}}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),

@@ -42,7 +42,7 @@ def check_schema(schema: object, param: str) -> None:
 def _check_node(node: dict[str, object], param: str, place: str) -> None:
     kinds = node.get("type", ())
     for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
-        if kind not in TYPES:
+        if not isinstance(kind, str) or kind not in TYPES:
             raise _wrong(param, f"{place}/type", f"must be one of {', '.join(sorted(TYPES))}")
     for key in _MAPS:
         if not isinstance(node.get(key, {}), dict):

@@ -230,6 +230,26 @@ def test_near_ties_are_no_fault(checked: Make) -> None:
     assert llm.graph_report().num_checked_steps > 3
 
 
+def test_a_kernel_of_its_own_may_break_a_tie_otherwise(checked: Make) -> None:
+    """On a card the largest logit is found while the head multiplies, which rounds in its own way."""
+    llm = checked()
+    model = model_of(llm)
+    plain = model.logits
+
+    def tied(hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(hidden)
+        top = logits.max(1, keepdim=True).values
+        return torch.cat((top, top * (1 - 1e-6), logits[:, 2:]), dim=1)
+
+    model.logits = tied
+    model.greedy_tokens = lambda rows: torch.ones(rows.shape[0], dtype=torch.int32, device=rows.device)
+    run(llm)
+    assert llm.graph_report().num_checked_steps > 3
+    model.greedy_tokens = lambda rows: torch.full((rows.shape[0],), 7, dtype=torch.int32, device=rows.device)
+    llm.engine.core.model_runner.decode_cuda_graph_runner.close()
+    fails_with(llm, "the logits are right and the tokens picked")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.05])
 @pytest.mark.parametrize("backend", ["recording", "full"])
 def test_verify_steps_are_checked(make_llm: Make, solo, backend: str, temperature: float) -> None:

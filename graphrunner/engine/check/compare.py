@@ -63,6 +63,27 @@ def row_difference(
     return Difference(off, right.shape[0], float(error.max()))
 
 
+def are_ties(logits: Tensor, picked: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+    """Whether each row's first token that differs is as likely as the best, up to rounding. Sync: reads back.
+
+    Args:
+        logits: float [at least R * W, V], of each place.
+        picked, found: int [R] or [R, W], what was expected and what there is.
+        dtype: the logits were computed in.
+    """
+    picked, found = picked.view(picked.shape[0], -1), found.view(found.shape[0], -1)
+    is_off = picked != found
+    rows = is_off.any(dim=1).nonzero()[:, 0]
+    places = is_off.int().argmax(dim=1)[rows]
+    tokens = found[rows, places].long()
+    at = logits[rows * picked.shape[1] + places].double()
+    if bool(((tokens < 0) | (tokens >= at.shape[1])).any()):
+        return False
+    gap = at.max(dim=1).values - at.gather(1, tokens.unsqueeze(1))[:, 0]
+    size = torch.where(at.isfinite(), at, 0.0).square().mean(dim=1).sqrt()
+    return bool((gap <= tolerance_of(dtype) * size).all())
+
+
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:
     """Every value the same, NaN included. Sync: reads back."""
     if not a.is_floating_point():

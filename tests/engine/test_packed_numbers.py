@@ -56,6 +56,19 @@ def test_replays_agree_with_eager_under_poison(tmp_path, setting: str, device: s
         assert llm.graph_report().num_checked_steps > 15
 
 
+@pytest.mark.parametrize("setting", ["int8", "fp8_block", "fp8 both"])
+def test_the_same_tokens_after_sleep_and_reload(make_llm, setting: str) -> None:
+    llm = make_llm(**SETTINGS[setting], decode_graph="recording")
+    prompts = prompts_of([9, 5])
+    before = generate(llm, prompts, greedy(4))
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake()
+        assert generate(llm, prompts, greedy(4)) == before
+    llm.reload_weights()
+    assert generate(llm, prompts, greedy(4)) == before
+
+
 def test_an_fp8_cache_takes_a_quarter_of_float32(make_llm) -> None:
     wide, packed = (
         make_llm(kv_cache_dtype=dtype, num_pages=None, cpu_kv_cache_mib=1, max_num_seqs=64) for dtype in ("auto", "fp8")

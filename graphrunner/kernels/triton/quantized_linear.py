@@ -239,7 +239,7 @@ def _has_fp8_product(x: Tensor, weight: Weight) -> bool:
     """Whether the library multiplies fp8 by fp8 with a scale per row on this card, for these shapes."""
     is_row_scaled = weight.layout is WeightLayout.FP8 and weight.group_size == 0 and weight.row_block == 1
     fits = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-    return is_row_scaled and fits and x.dtype is torch.bfloat16 and x.is_cuda and runtime.use_dependent_launch(x.device)
+    return is_row_scaled and fits and x.dtype is torch.bfloat16 and runtime.has_fp8_products(x.device)
 
 
 def rows_to_fp8(x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from triton.runtime.jit import JITFunction
 
 _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH = (9, 0)
 _FIRST_CAPABILITY_WITH_FP8 = (8, 9)
+_MAJORS_WITH_FP8_PRODUCTS = (9, 10)
 _INTERPRETED_NUM_MULTIPROCESSORS = 2  # small, so that persistent loops take several turns in the tests
 
 
@@ -32,6 +33,13 @@ def use_dependent_launch(device: torch.device) -> bool:
 def has_fp8(device: torch.device) -> bool:
     """Whether kernels can convert e4m3 numbers on this device."""
     return device.type != "cuda" or _cuda_facts(_index(device))[0] >= _FIRST_CAPABILITY_WITH_FP8
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether the library multiplies e4m3 by e4m3 with a scale per row on this device (Hopper, data-center Blackwell)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return _cuda_facts(_index(device))[0][0] in _MAJORS_WITH_FP8_PRODUCTS
 
 
 def num_multiprocessors(device: torch.device) -> int:

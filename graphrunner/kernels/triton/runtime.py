@@ -36,7 +36,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_fp8_products(device: torch.device) -> bool:
-    """Whether the library multiplies e4m3 by e4m3 with a scale per row on this device (Hopper, data-center Blackwell)."""
+    """Whether the library multiplies e4m3 by e4m3 with a scale per row on this device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return _cuda_facts(_index(device))[0][0] in _MAJORS_WITH_FP8_PRODUCTS

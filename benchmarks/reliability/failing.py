@@ -249,12 +249,13 @@ def workload(tried: Tried) -> list[tuple[int, bytes]]:
         return list(pool.map(lambda job: tried.post(*job), jobs))
 
 
-def problems_of(answers: list[tuple[int, bytes]]) -> list[str]:
-    """Answers that are neither whole nor clean errors."""
+def problems_of(answers: list[tuple[int, bytes]], scope: Scope) -> list[str]:
+    """Answers that are neither whole nor clean errors. A server that is going may not take a connection any more."""
     found = []
     for status, body in answers:
         is_stream = body.startswith(b"data: ")
-        is_clean = status in (200, 500, 503) and (not is_stream or body.endswith(b"data: [DONE]\n\n"))
+        is_clean = status in (200, 400, 500, 503) and (not is_stream or body.endswith(b"data: [DONE]\n\n"))
+        is_clean = is_clean or (status == 0 and scope is not Scope.REQUEST)
         if not is_clean or b"Traceback" in body or b"InjectedError" in body:
             found.append(f"{status}: {body[-200:]!r}")
     return found
@@ -266,7 +267,7 @@ def trial(tried: Tried, place: str, nth: int) -> tuple[Injection, list[str]]:
     before = tried.canary()
     with failing(owner, name, nth) as injection:
         answers = workload(tried)
-        wrong = problems_of(answers)
+        wrong = problems_of(answers, scope)
         has_ended = scope is not Scope.REQUEST and injection.has_failed and not tried.is_alive()
         if (has_ended or (scope is Scope.ENGINE and injection.has_failed)) and not tried.ends():
             wrong.append("the engine's end did not end the server")

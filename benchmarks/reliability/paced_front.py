@@ -1,6 +1,6 @@
 """The real front before a paced core: `graphrunner serve` without a model.
 
-python benchmarks/reliability/paced_front.py --port 8001 --step-ms 20 [--written FILE] [--profile FILE]
+python benchmarks/reliability/paced_front.py --port 8001 --step-ms 20 [--steps FILE] [--profile FILE]
 """
 
 import argparse
@@ -16,33 +16,27 @@ from graphrunner.entrypoints.cli.serve import run_server
 from graphrunner.entrypoints.core_process.launch import launcher
 from graphrunner.entrypoints.core_process.messages import News
 from graphrunner.entrypoints.openai.async_engine import AsyncEngine
-from graphrunner.entrypoints.openai.outbox import DirectProtocol
 from graphrunner.entrypoints.openai.server_options import ServerOptions
 
 ENGINE = Path(__file__).with_name("paced_engine.py")
 
 
-def note_writes(path: Path) -> Callable[[], None]:
-    """Log, for every piece of a stream, how long after the step's message it went out; returns the saver.
+def note_steps(path: Path) -> Callable[[], None]:
+    """Log, for every step, how long after its message the last of its tokens was out; returns the saver.
 
-    One line a piece: wall seconds, and seconds of this thread's own work.
+    One line a step: tokens, wall seconds, seconds of this thread's own work.
     """
-    lines: list[tuple[float, float]] = []
-    heard = (0.0, 0.0)
-    write_body, take_news = DirectProtocol._write_body, AsyncEngine._take_news
-
-    def timed_write(self: DirectProtocol, data: bytes) -> bool:
-        is_out = write_body(self, data)
-        lines.append((time.perf_counter() - heard[0], time.thread_time() - heard[1]))
-        return is_out
+    lines: list[str] = []
+    take_news = AsyncEngine._take_news
 
     def timed_news(self: AsyncEngine, news: News) -> None:
-        nonlocal heard
-        heard = (time.perf_counter(), time.thread_time())
+        wall_s, own_s = time.perf_counter(), time.thread_time()
         take_news(self, news)
+        wall_s, own_s = time.perf_counter() - wall_s, time.thread_time() - own_s
+        lines.append(f"{len(news.outputs)} {wall_s!r} {own_s!r}")
 
-    DirectProtocol._write_body, AsyncEngine._take_news = timed_write, timed_news  # type: ignore[method-assign]
-    return lambda: path.write_text("\n".join(f"{wall!r} {own!r}" for wall, own in lines)) and None
+    AsyncEngine._take_news = timed_news  # type: ignore[method-assign]
+    return lambda: path.write_text("\n".join(lines)) and None
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -60,10 +54,10 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--times", type=Path, help="see paced_engine.py")
-    parser.add_argument("--written", type=Path, help="write when each piece of a stream went out")
+    parser.add_argument("--steps", type=Path, help="write how long the tokens of each step took to go out")
     parser.add_argument("--profile", type=Path, help="write a profile of the front")
     given = parser.parse_args()
-    save = note_writes(given.written) if given.written else lambda: None
+    save = note_steps(given.steps) if given.steps else lambda: None
     if given.profile:
         with cProfile.Profile() as profile:
             serve(given)

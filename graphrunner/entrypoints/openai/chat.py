@@ -139,6 +139,8 @@ class ChatEvents:
     def take(self, prompt_index: int, output: RequestOutput) -> bytes:
         """The pieces that one step added."""
         self._job.usage.add(prompt_index, output)
+        if len(output.outputs) == 1:
+            return self._pieces(output.outputs[0])
         return b"".join([self._pieces(each) for each in output.outputs])
 
     def last(self) -> bytes:

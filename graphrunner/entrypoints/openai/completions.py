@@ -115,6 +115,8 @@ class CompletionEvents:
         if not self._is_plain:
             return b"".join([event(self._chunk([piece])) for piece in _pieces(self._job, prompt_index, output)])
         self._job.usage.add(prompt_index, output)
+        if len(output.outputs) == 1:
+            return self._plain_piece(prompt_index, output.outputs[0])
         return b"".join([self._plain_piece(prompt_index, each) for each in output.outputs])
 
     def last(self) -> bytes:

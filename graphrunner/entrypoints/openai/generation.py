@@ -37,7 +37,7 @@ class UsageCount:
         """Count one delta, or a whole answer."""
         for each in output.outputs:
             self.num_completion_tokens += len(each.token_ids)
-        if output.num_cached_tokens:
+        if output.num_cached_tokens and prompt_index not in self.cached_lens:
             self.cached_lens[prompt_index] = min(output.num_cached_tokens, self.prompt_lens[prompt_index])
 
     def usage(self) -> Usage:

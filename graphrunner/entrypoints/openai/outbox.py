@@ -11,6 +11,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from graphrunner.telemetry.log import get_logger
+
+log = get_logger(__name__)
 _EXTENSION = "graphrunner.write_body"
 WriteBody = Callable[[bytes], bool]
 
@@ -96,8 +99,13 @@ class Outbox:
         """Send now if nothing waits, else after what does."""
         if not data:
             return
-        if self._has_begun and not self._backlog and self._write is not None and self._write(data):
-            return
+        if self._has_begun and not self._backlog and self._write is not None:
+            try:
+                if self._write(data):
+                    return
+            except Exception as error:  # nothing of it is out; ASGI may still manage, or say what is wrong
+                log.error("a connection could not be written to", exc_info=error)
+                self._write = None
         self._backlog.append(data)
         self._changed.set()
 

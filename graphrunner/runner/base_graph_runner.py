@@ -24,6 +24,9 @@ from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import StaticBuffers
 from graphrunner.telemetry import ranges
+from graphrunner.telemetry.log import get_logger
+
+log = get_logger(__name__)
 
 OnCapture = Callable[[str, int, int], None]
 """(what is being captured, how many are done, how many there are)."""
@@ -44,9 +47,11 @@ class BaseGraphRunner(BaseRunner):
         modes: the steps it takes.
         needed_support: what its attention must be able to do inside a graph.
         buffers: what its loads fill.
+        can_compile_ahead: whether its forward may run, on padding, with kernels that leave their results unwritten.
     """
 
     modes: frozenset[ForwardMode]
+    can_compile_ahead = False
     needed_support: GraphSupport
     buffers: StaticBuffers
 
@@ -120,7 +125,11 @@ class BaseGraphRunner(BaseRunner):
         """
         if self.is_lazy or not self._is_attention_able():
             return
-        self._capture_all([key for key in self.all_keys() if not self.backend.can_run(key)], on_progress)
+        keys = [key for key in self.all_keys() if not self.backend.can_run(key)]
+        if self.can_compile_ahead and self.context.device.type == "cuda":
+            on_progress(f"{self.name}: kernels", 0, len(keys))
+            self._compile_ahead(keys)
+        self._capture_all(keys, on_progress)
 
     def capture_pending(self) -> None:
         """Record what steps asked for and did not find (lazy capture). Called between steps."""
@@ -195,6 +204,23 @@ class BaseGraphRunner(BaseRunner):
 
     def _is_attention_able(self) -> bool:
         return self.backend.has_eager_breaks or self.context.attention.graph_support >= self.needed_support
+
+    @torch.inference_mode()
+    def _compile_ahead(self, keys: Sequence[ShapeKey]) -> None:
+        """Compile the kernels of the keys side by side: sizes up to the same power of two share them.
+
+        Without LOGITS, whose kernels are among those of SAMPLE.
+        """
+        from graphrunner.kernels.triton.compile_ahead import compiling_ahead
+
+        wanted = [key for key in keys if key.variant is not ForwardVariant.LOGITS]
+        chosen = {(key.variant, (key.num_tokens - 1).bit_length()): key for key in wanted}
+        try:
+            with compiling_ahead():
+                for key in chosen.values():
+                    self.forward_over(self.capture_prepare(key), key.variant)
+        except Exception as cause:
+            log.warning("%s: kernels are compiled one by one, as they are met: %s", self.name, cause)
 
     @torch.inference_mode()
     def _capture_all(self, keys: Sequence[ShapeKey], on_progress: OnCapture) -> None:

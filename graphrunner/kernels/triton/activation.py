@@ -39,8 +39,17 @@ def gate_mul(gate_up: Tensor, is_gelu: bool) -> Tensor:
         return out
     pdl = runtime.use_dependent_launch(gate_up.device)
     grid = (num_rows, triton.cdiv(width, _BLOCK))
-    _gate_mul_kernel[grid](
-        gate_up.contiguous(), out, width, BLOCK=_BLOCK, IS_GELU=is_gelu, PDL=pdl, num_warps=4, launch_pdl=pdl
+    runtime.launch(
+        _gate_mul_kernel,
+        grid,
+        gate_up.contiguous(),
+        out,
+        width,
+        BLOCK=_BLOCK,
+        IS_GELU=is_gelu,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     return out
 
@@ -77,7 +86,18 @@ def embedding(input_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return out
     pdl = runtime.use_dependent_launch(table.device)
     grid = (num_tokens, triton.cdiv(width, _BLOCK))
-    _embedding_kernel[grid](
-        input_ids, table, out, table.shape[0], width, scale, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    runtime.launch(
+        _embedding_kernel,
+        grid,
+        input_ids,
+        table,
+        out,
+        table.shape[0],
+        width,
+        scale,
+        BLOCK=_BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     return out

@@ -293,7 +293,8 @@ def decode_attention(
     prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, (partial, lse)).run()
     num_heads = num_tokens * num_q_heads
     pdl = runtime.use_dependent_launch(qkv.device)
-    _combine_kernel[(num_heads,)](
+    runtime.launch(
+        _combine_kernel, (num_heads,),
         partial, lse, out, num_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), SPLITS=config.num_splits,
         SP=triton.next_power_of_2(config.num_splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -76,7 +76,8 @@ def place_tokens(
     num_requests = request_rows.shape[0]
     pdl = runtime.use_dependent_launch(request_rows.device)
     block = min(128, triton.next_power_of_2(num_requests))
-    _place_kernel[(triton.cdiv(num_requests, block),)](
+    runtime.launch(
+        _place_kernel, (triton.cdiv(num_requests, block),),
         request_rows, num_computed, request_rows if num_new is None else num_new, tokens, page_table, out.input_ids,
         out.positions, out.seq_lens, out.slot_mapping, out.positions if last is None else last, num_requests,
         page_table.shape[1], max_token_id, shift, PAGE_SIZE=page_size, WIDTH=out.input_ids.shape[0] // num_requests,
@@ -109,7 +110,8 @@ def store_drafts(request_rows: Tensor, drafts: Tensor, table: Tensor) -> None:
     """
     assert drafts.is_contiguous() and drafts.dtype is torch.int32 and drafts.shape[1] <= table.shape[1]
     pdl = runtime.use_dependent_launch(request_rows.device)
-    _store_kernel[(request_rows.shape[0],)](
+    runtime.launch(
+        _store_kernel, (request_rows.shape[0],),
         request_rows, drafts, table, request_rows.shape[0], drafts.shape[1], table.shape[1],
         COLUMNS=triton.next_power_of_2(table.shape[1]), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

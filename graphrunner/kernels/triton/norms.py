@@ -45,7 +45,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: floa
         return
     block = triton.next_power_of_2(width)
     pdl = runtime.use_dependent_launch(x.device)
-    _rms_norm_kernel[(num_rows,)](
+    runtime.launch(
+        _rms_norm_kernel,
+        (num_rows,),
         x,
         residual if residual is not None else x,
         weight if weight is not None else x,

@@ -204,7 +204,8 @@ def rope_store(qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Ten
     assert qkv.is_contiguous()
     pdl = runtime.use_dependent_launch(qkv.device)
     tables = (layer.cos, layer.sin, layer.q_norm_weight, layer.k_norm_weight)
-    _rope_store_kernel[(qkv.shape[0],)](
+    runtime.launch(
+        _rope_store_kernel, (qkv.shape[0],),
         qkv, k_cache, v_cache, metadata.positions, metadata.slot_mapping,
         *(qkv if table is None else table for table in tables),
         layer.norm_eps, 1.0 / layer.k_scale, 1.0 / layer.v_scale, HQ=num_q_heads, HK=num_kv_heads, D=head_dim,

@@ -249,7 +249,8 @@ def rows_to_fp8(x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) 
     scale = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     pdl = runtime.use_dependent_launch(x.device)
     block = triton.next_power_of_2(width)
-    rows_to_fp8_kernel[(num_rows,)](
+    runtime.launch(
+        rows_to_fp8_kernel, (num_rows,),
         x, x if norm_weight is None else norm_weight, out, scale, width, eps, BLOCK=block,
         HAS_NORM=norm_weight is not None, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
@@ -266,7 +267,8 @@ def widen_rows(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
     scale = weight.scale[rows.start // weight.row_block :]
     zero = out if weight.zero is None else weight.zero[rows]
     pdl = runtime.use_dependent_launch(data.device)
-    dequantize_kernel[(data.shape[0], triton.cdiv(data.shape[1], _BLOCK))](
+    runtime.launch(
+        dequantize_kernel, (data.shape[0], triton.cdiv(data.shape[1], _BLOCK)),
         data, scale, zero, out, K=weight.shape[1], BLOCK=_BLOCK, GROUP=weight.group_size, ROW_BLOCK=weight.row_block,
         LAYOUT=layout, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

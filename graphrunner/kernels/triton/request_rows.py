@@ -115,7 +115,8 @@ def gather_decode_inputs(
     )
     pdl = runtime.use_dependent_launch(request_rows.device)
     block = min(128, triton.next_power_of_2(num_requests))
-    _gather_kernel[(triton.cdiv(num_requests, block),)](
+    runtime.launch(
+        _gather_kernel, (triton.cdiv(num_requests, block),),
         request_rows, last_token, table, num_drafts, draft_tokens, num_computed, page_table, out.input_ids,
         out.positions, out.seq_lens, out.slot_mapping, num_requests, page_table.shape[1],
         0 if drafts is None else table.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK=block, PDL=pdl,
@@ -161,7 +162,8 @@ def accept_drafts(draft_tokens: Tensor, target_ids: Tensor) -> tuple[Tensor, Ten
     num_new = torch.empty(num_requests, dtype=torch.int32, device=target_ids.device)
     pdl = runtime.use_dependent_launch(target_ids.device)
     block = min(128, triton.next_power_of_2(num_requests))
-    _accept_kernel[(triton.cdiv(num_requests, block),)](
+    runtime.launch(
+        _accept_kernel, (triton.cdiv(num_requests, block),),
         draft_tokens.contiguous(), target_ids, tokens, num_new, num_requests, WIDTH=width, BLOCK=block, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
@@ -221,7 +223,8 @@ def advance_rows(
     pdl = runtime.use_dependent_launch(tokens.device)
     assert tokens.is_contiguous() and output_ring.is_contiguous() and output_ring.shape[1] >= tokens.numel()
     assert step_counter.dtype is torch.int64
-    _advance_kernel[(1,)](
+    runtime.launch(
+        _advance_kernel, (1,),
         request_rows, tokens, num_new if num_new is not None else request_rows, last_token, num_computed, output_ring,
         step_counter, num_requests, output_ring.shape[0], output_ring.shape[1],
         WIDTH=tokens.numel() // num_requests, BLOCK=triton.next_power_of_2(num_requests),

@@ -1,6 +1,8 @@
 """What the launchers need to know about the device a kernel will run on."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +64,42 @@ def largest_power_of_two_divisor(value: int) -> int:
     return value & -value
 
 
+class _Compiling:
+    """Whether launches are only compiled; see compile_ahead."""
+
+    is_on = False
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, kernels are compiled for their operands and not run: what they would have written stays as it was."""
+    _Compiling.is_on = True
+    try:
+        yield
+    finally:
+        _Compiling.is_on = False
+
+
+def launch(
+    kernel: JITFunction,
+    grid: tuple[int, ...] | torch.Size,
+    *operands: Tensor | int | float,
+    **settings: int | bool | str,
+) -> None:
+    """Launch on the current stream.
+
+    Args:
+        kernel: the jitted function.
+        grid: programs along each axis.
+        operands: positional arguments.
+        settings: constexprs and launch options.
+    """
+    if _Compiling.is_on:
+        kernel.warmup(*operands, grid=tuple(grid), **settings)
+    else:
+        kernel[tuple(grid)](*operands, **settings)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel with everything it is launched with; tuners compile it ahead, launchers run it.
@@ -80,7 +118,7 @@ class Launch:
 
     def run(self) -> None:
         """Launch on the current stream."""
-        self.kernel[self.grid](*self.operands, **self.settings)
+        launch(self.kernel, self.grid, *self.operands, **self.settings)
 
     def compile(self) -> None:
         """Compile without running; operands may be meta tensors. Fills Triton's on-disk cache."""

@@ -136,8 +136,17 @@ def argmax_partials(logits: Tensor) -> ArgmaxPartials:
     assert logits.is_contiguous()
     partials = _new_partials(logits)
     pdl = runtime.use_dependent_launch(logits.device)
-    _argmax_partials_kernel[partials.values.shape](
-        logits, partials.values, partials.indices, logits.shape[1], BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    runtime.launch(
+        _argmax_partials_kernel,
+        partials.values.shape,
+        logits,
+        partials.values,
+        partials.indices,
+        logits.shape[1],
+        BLOCK=_BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     return partials
 
@@ -152,8 +161,17 @@ def reduce_argmax(partials: ArgmaxPartials) -> Tensor:
     tokens = partials.indices.new_empty(num_rows)
     pdl = runtime.use_dependent_launch(tokens.device)
     block = min(1024, triton.next_power_of_2(num_partials))
-    _reduce_argmax_kernel[(num_rows,)](
-        partials.values, partials.indices, tokens, num_partials, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+    runtime.launch(
+        _reduce_argmax_kernel,
+        (num_rows,),
+        partials.values,
+        partials.indices,
+        tokens,
+        num_partials,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     return tokens
 
@@ -176,7 +194,8 @@ def filter_thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
     num_rows, vocab_size = logits.shape
     thresholds = logits.new_empty(num_rows, dtype=torch.float32)
     pdl = runtime.use_dependent_launch(logits.device)
-    filter_threshold_kernel[(num_rows,)](
+    runtime.launch(
+        filter_threshold_kernel, (num_rows,),
         logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, thresholds, vocab_size,
         BLOCK=min(8192, triton.next_power_of_2(vocab_size)), KEY_BITS=8 * logits.dtype.itemsize, PDL=pdl,
         num_warps=16, launch_pdl=pdl,
@@ -199,7 +218,8 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tens
     thresholds = filter_thresholds(logits, rows)
     partials = _new_partials(logits)
     pdl = runtime.use_dependent_launch(logits.device)
-    _noisy_partials_kernel[partials.values.shape](
+    runtime.launch(
+        _noisy_partials_kernel, partials.values.shape,
         logits, thresholds, rows.temperature, rows.seed, positions, partials.values, partials.indices, logits.shape[1],
         BLOCK=_BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl, enable_fp_fusion=False,
     )  # fmt: skip

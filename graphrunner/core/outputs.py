@@ -19,8 +19,8 @@ class ModelOutput:
     """What one forward returns, cut to the real rows by `execute`.
 
     Attributes:
-        logits: fp32 or model dtype [num_reqs, vocab_size], device; one row a request (its last query token); under
-            `needs_all_logits` and of a VERIFY step [num_tokens, vocab_size].
+        logits: fp32 or model dtype [num_reqs, vocab_size], device; one row a request (its last query token); of
+            a VERIFY step [num_tokens, vocab_size].
         token_ids: int32 [num_reqs], device; when sampling was part of the forward. Of a VERIFY step
             [num_reqs, query_width]: the accepted drafts, the token that the target adds, then -1.
         num_new: int32 [num_reqs], device; beside the token_ids of a VERIFY step: how many of them there are.

@@ -38,6 +38,7 @@ class StepForward:
         self._verifier = verifier
         self._needs = needs or TargetNeeds()
         self._is_batch_invariant = is_batch_invariant
+        sampler.logits_of = self._logits_of
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
@@ -48,8 +49,11 @@ class StepForward:
     @torch.inference_mode()
     def tail(self, hidden_rows: torch.Tensor) -> ModelOutput:
         """Logits of hidden rows, outside the graph."""
+        return ModelOutput(logits=self._logits_of(hidden_rows))
+
+    def _logits_of(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         with batch_invariant(self._is_batch_invariant):
-            return ModelOutput(logits=self._model.logits(hidden_rows))
+            return self._model.logits(hidden_rows)
 
     def _run(self, batch: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         is_hidden = variant is ForwardVariant.HIDDEN

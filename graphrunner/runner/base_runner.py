@@ -24,7 +24,6 @@ class LoadedBatch:
         key: the padded shape; for eager the exact one.
         batch: views into the runner's own buffers, padded to `key`.
         num_reqs, num_tokens: the real counts, to cut the outputs.
-        needs_all_logits: logits of every token are wanted; only the eager runner takes such a batch.
 
     Aliasing: the views are overwritten by the next `load_batch` of the same runner.
     """
@@ -33,7 +32,6 @@ class LoadedBatch:
     batch: ForwardBatch
     num_reqs: int
     num_tokens: int
-    needs_all_logits: bool = False
 
 
 class BaseRunner(ABC):

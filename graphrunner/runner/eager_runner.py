@@ -73,10 +73,10 @@ class EagerRunner(BaseRunner):
         )
         wants_hidden = batch.needs_all_logits or batch.needs_hidden_states or context.needs_hidden_states
         key = ShapeKey(num_tokens, num_reqs, ForwardVariant.HIDDEN if wants_hidden else ForwardVariant.LOGITS)
-        return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens, batch.needs_all_logits)
+        return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens)
 
     def execute(self, loaded: LoadedBatch) -> ModelOutput:
-        """Call the forward. Logits are of one row a request, or of every token when all are needed."""
+        """Call the forward. Logits are of one row a request; who wants more finds the hidden states of every token."""
         batch = loaded.batch
         output = self._context.forward(batch, loaded.key.variant)
         if batch.mode is ForwardMode.VERIFY:
@@ -85,8 +85,7 @@ class EagerRunner(BaseRunner):
         if loaded.key.variant is ForwardVariant.HIDDEN:
             assert output.hidden_states is not None
             hidden = output.hidden_states
-            rows = hidden if loaded.needs_all_logits else hidden.index_select(0, batch.logits_indices)
-            return replace(output, logits=self._context.tail(rows).logits)
+            return replace(output, logits=self._context.tail(hidden.index_select(0, batch.logits_indices)).logits)
         return output
 
     def _load_verify(self, batch: ScheduledBatch) -> LoadedBatch:

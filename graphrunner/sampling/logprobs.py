@@ -6,7 +6,7 @@ the numbers stay finite in JSON.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,13 +49,17 @@ def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) ->
         token_ids: integer [N].
         num_top: how many of the likeliest tokens to list.
     """
-    num_top = min(num_top, logits.shape[-1])
-    blocks = zip(logits.split(_ROWS_AT_ONCE), token_ids.to(torch.int64).split(_ROWS_AT_ONCE), strict=True)
-    parts = [_score_block(block, ids, num_top) for block, ids in blocks]
+    return score_blocks(logits.split(_ROWS_AT_ONCE), token_ids.split(_ROWS_AT_ONCE), num_top)
+
+
+def score_blocks(logits: Iterable[torch.Tensor], token_ids: Iterable[torch.Tensor], num_top: int) -> ScoredTokens:
+    """As `score_tokens`, block by block; no more than one block of logits need be there at once."""
+    parts = [_score_block(block, ids.to(torch.int64), num_top) for block, ids in zip(logits, token_ids, strict=True)]
     return ScoredTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def _score_block(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    num_top = min(num_top, logits.shape[-1])
     logits = finite_logits(logits)
     total = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(1, token_ids[:, None])

@@ -16,7 +16,7 @@ from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import ModelOutput, TokenLogprobs
 from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.sampling.logprobs import entries_of, score_tokens
+from graphrunner.sampling.logprobs import entries_of, score_blocks, score_tokens
 from graphrunner.sampling.penalties import PenaltyState
 from graphrunner.sampling.pick import finite_logits, pick_greedy, pick_random
 from graphrunner.sampling.pick_on_host import pick_random_on_host
@@ -32,6 +32,8 @@ from graphrunner.sampling.structured_output import (
 
 PromptEntries = tuple[int, tuple[TokenLogprobs, ...]]
 
+_MIN_SCORED_ROWS, _MAX_SCORED_ROWS = 32, 256
+
 
 class Sampler:
     """Per-row parameters on the device, and the two ways to sample with them.
@@ -41,6 +43,10 @@ class Sampler:
         num_rows: max_num_seqs + 1; row 0 is the dummy and greedy.
         device: where logits are.
         structured: compiles grammars; None refuses requests that need one.
+
+    Attributes:
+        logits_of: model dtype [n, hidden_size] -> float [n, V], the model's head, for prompt logprobs; set once there
+            is a model.
     """
 
     def __init__(
@@ -57,6 +63,9 @@ class Sampler:
         self._states: dict[int, RowState] = {}
         self._random_rows: set[int] = set()
         self._penalties = PenaltyState(vocab_size, self._device)
+        # No more rows at once than a step may sample, which is what memory is planned for.
+        self._num_scored_rows = max(_MIN_SCORED_ROWS, min(_MAX_SCORED_ROWS, num_rows - 1))
+        self.logits_of: Callable[[Tensor], Tensor] = _no_head
 
     def apply(self, batch: ScheduledBatch, eos_token_ids: frozenset[int] = frozenset()) -> None:
         """Take in new and resumed rows. No work in a steady step. Sync: none.
@@ -132,7 +141,10 @@ class Sampler:
         if output.token_ids is not None:
             return SampledTokens(output.token_ids, sampled)
         assert output.logits is not None
-        prompts = self._prompt_logprobs(output.logits, batch) if batch.needs_all_logits else ()
+        prompts: Sequence[PromptEntries | None] = ()
+        if batch.needs_all_logits:
+            assert output.hidden_states is not None, "every runner but the eager one refuses such a batch"
+            prompts = self._prompt_logprobs(output.hidden_states, batch)
         if not sampled:
             return SampledTokens(torch.zeros(0, dtype=torch.int32, device=self._device), None, (), prompts)
         rows = [batch.rows[index] for index in sampled]
@@ -164,10 +176,7 @@ class Sampler:
                 state.awaited = partial(token_of, place)
 
     def _picked_logits(self, logits: Tensor, batch: ScheduledBatch, sampled: list[int]) -> Tensor:
-        """The sampled requests' rows of logits that came one a request, or one a token."""
-        if batch.needs_all_logits and logits.shape[0] == batch.num_tokens:
-            ends = torch.tensor(batch.query_lens).cumsum(0) - 1
-            return logits.index_select(0, to_device(ends[sampled], self._device))
+        """The sampled requests' rows of logits that came one a request."""
         if len(sampled) != batch.num_reqs:
             return logits.index_select(0, self._indices(sampled))
         return logits[: batch.num_reqs]
@@ -232,8 +241,11 @@ class Sampler:
 
         return LazyEntries(batch.num_reqs, make)
 
-    def _prompt_logprobs(self, logits: Tensor, batch: ScheduledBatch) -> Sequence[PromptEntries | None]:
-        """Row i of a chunk scores the prompt token after it; the chunk's first scored position comes along."""
+    def _prompt_logprobs(self, hidden: Tensor, batch: ScheduledBatch) -> Sequence[PromptEntries | None]:
+        """Row i of a chunk scores the prompt token after it; the chunk's first scored position comes along.
+
+        Logits are made for a block of rows at a time: those of a whole step could be gigabytes.
+        """
         copies = []
         start = 0
         for index, row in enumerate(batch.rows):
@@ -241,7 +253,9 @@ class Sampler:
             num_top = state.params.prompt_logprobs if state is not None else None
             targets = state.prompt[cached_len + 1 : cached_len + query_len + 1] if state is not None else ()
             if num_top is not None and targets:
-                scored = score_tokens(logits[start : start + len(targets)], self._indices(targets), num_top)
+                blocks = hidden[start : start + len(targets)].split(self._num_scored_rows)
+                logits = (self.logits_of(block) for block in blocks)
+                scored = score_blocks(logits, self._indices(targets).split(self._num_scored_rows), num_top)
                 copies.append((index, cached_len + 1, [num_top] * len(targets), scored.start_copy()))
             start += query_len
 
@@ -255,3 +269,7 @@ class Sampler:
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self._device)
+
+
+def _no_head(hidden: Tensor) -> Tensor:
+    raise AssertionError("a sampler without a model scores no prompts")

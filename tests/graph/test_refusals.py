@@ -64,14 +64,14 @@ def test_a_phase_without_graphs_does_not_hide_the_other_ones_reason(is_decode_of
 
 def test_all_logits_and_pooling() -> None:
     world = World().capture()
-    for flag, reason, num_rows in (
-        ("needs_all_logits", GraphMissReason.ALL_LOGITS, 8),
-        ("needs_hidden_states", GraphMissReason.POOLING, 1),
+    for flag, reason in (
+        ("needs_all_logits", GraphMissReason.ALL_LOGITS),
+        ("needs_hidden_states", GraphMissReason.POOLING),
     ):
         batch = world.batch(chunks=[(world.new(8), 8)], **{flag: True})
         assert miss_of(world, batch) == GraphMiss(reason)
         output = world.run(batch)
-        assert (output.logits.shape[0], output.hidden_states.shape[0]) == (num_rows, 8)
+        assert (output.logits.shape[0], output.hidden_states.shape[0]) == (1, 8)
 
 
 def test_query_len_and_seq_len() -> None:

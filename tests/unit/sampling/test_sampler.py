@@ -195,6 +195,7 @@ def test_all_logprobs_sum_to_one_and_stay_finite():
 def prompt_entries(chunks: list[int], prompt: tuple[int, ...]):
     """Prompt logprobs of a prompt that is computed chunk by chunk, next to a decode row."""
     sampler = Sampler(VOCAB, 3, "cpu")
+    sampler.logits_of = lambda hidden: hidden * 2
     inits = [
         row_init(1, SamplingParams(temperature=0.0)),
         row_init(2, SamplingParams(prompt_logprobs=3), prompt=prompt),
@@ -208,7 +209,7 @@ def prompt_entries(chunks: list[int], prompt: tuple[int, ...]):
         )  # fmt: skip
         sampler.apply(batch)
         logits = torch.stack([fake_logits([0]), *(fake_logits(prompt[: i + 1]) for i in range(done, done + chunk))])
-        tokens = sampler.sample(ModelOutput(logits=logits), batch)
+        tokens = sampler.sample(ModelOutput(logits=logits[[0, -1]], hidden_states=logits / 2), batch)
         assert len(tokens.wait()) == 1 + is_last
         if tokens.prompt_logprobs and tokens.prompt_logprobs[1]:
             first, entries = tokens.prompt_logprobs[1]
@@ -254,3 +255,22 @@ def test_tiny_temperature_is_greedy():
     logits = fake_logits([2])
     assert one_token(SamplingParams(temperature=1e-12), logits, seed=4) == int(logits.argmax())
     assert one_token(SamplingParams(temperature=1e-4), logits, seed=4) == int(logits.argmax())
+
+
+def test_logits_of_a_long_prompt_are_never_there_at_once():
+    prompt = tuple((i * 17) % VOCAB for i in range(100))
+    sampler, sizes = Sampler(VOCAB, 3, "cpu"), []
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return hidden
+
+    sampler.logits_of = logits_of
+    batch = decode_batch(
+        [1], [100], [row_init(1, SamplingParams(prompt_logprobs=0), prompt=prompt)], query_lens=[100],
+        needs_all_logits=True,
+    )  # fmt: skip
+    sampler.apply(batch)
+    hidden = torch.stack([fake_logits(prompt[: i + 1]) for i in range(100)])
+    tokens = sampler.sample(ModelOutput(logits=hidden[-1:], hidden_states=hidden), batch)
+    assert len(tokens.prompt_logprobs[0][1]) == 99 and sizes == [32, 32, 32, 3]

@@ -59,17 +59,17 @@ class DeviceOracle(DeviceProposer):
     def bind(self, context: ProposerContext) -> None:
         self.table, self.width = context.runner_context.table, context.max_drafts
         shape = (self.table.last_token.shape[0], self.max_len + self.width + 2)
-        self.answers = torch.zeros(shape, dtype=torch.int32)
+        self.answers = torch.zeros(shape, dtype=torch.int32, device=self.table.last_token.device)
 
     def take_rows(self, row_inits: Sequence[RowInit]) -> None:
         for init in row_inits:
             known, start = ANSWERS.get(init.prompt_token_ids, []), len(init.prompt_token_ids)
             drafts = [draft_at(known, place, self.kind) for place in range(self.answers.shape[1] - start)]
-            self.answers[init.row, start:] = torch.tensor(drafts, dtype=torch.int32)
+            self.answers[init.row, start:] = torch.tensor(drafts, dtype=torch.int32, device=self.answers.device)
 
     def propose(self, round_: DraftRound) -> None:
         rows = round_.forward_batch.request_rows[: round_.batch.num_reqs].long()
-        places = self.table.num_computed[rows].unsqueeze(1) + 1 + torch.arange(round_.num_drafts)
+        places = self.table.num_computed[rows].unsqueeze(1) + 1 + torch.arange(round_.num_drafts, device=rows.device)
         drafts = self.answers[rows].gather(1, places.clamp(max=self.answers.shape[1] - 1).long())
         self.table.draft_tokens[rows] = -1
         self.table.draft_tokens[rows, : round_.num_drafts] = drafts

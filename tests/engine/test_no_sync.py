@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +129,52 @@ def test_steady_decode_never_synchronizes(
     last = {output.request_id: tokens(output) for output in finished if output.finished}
     assert {len(ids) for ids in last.values()} == {60} and len(last) == 3
     assert all(step.is_graph for step in llm.steps if step.mode.value == "decode")
+
+
+SPECULATION = ["ngram", "draft_model"]
+
+
+def speculating(make_llm: Make, folder: Path, method: str, **options: object) -> LLM:
+    config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    if method == "draft_model":
+        config["model"] = str(folder)
+    return make_llm(speculative_config=config, decode_sizes=[4], page_size=PAGE_SIZE, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "random"])
+def test_a_round_of_an_unchanged_batch_sends_nothing(
+    make_llm: Make, sent: Counter[str], tiny_folder: Path, temperature: float
+) -> None:
+    llm = speculating(make_llm, tiny_folder, "draft_model", device="cpu", decode_graph="recording")
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=90, ignore_eos=True, detokenize=False)
+    start(llm, params, (5, 5, 5))
+    for _ in range(3):
+        llm.engine.step()
+    num_steady = 0
+    for _ in range(18):
+        sent.clear()
+        llm.engine.step()
+        assert sent == ({"_send": 1, "send": 1} if sent["_send"] else {}), dict(sent)
+        num_steady += not sent
+    assert num_steady >= 8
+    assert {step.mode.value for step in llm.steps[1:]} == {"verify"} and all(step.is_graph for step in llm.steps[1:])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", SPECULATION)
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "random"])
+def test_a_speculative_round_never_synchronizes(
+    make_llm: Make, tiny_folder: Path, errors_on_sync: Callable[[str], None], temperature: float, method: str
+) -> None:
+    llm = speculating(make_llm, tiny_folder, method, device="cuda")
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=100, ignore_eos=True, detokenize=False)
+    start(llm, params, (5, 9, 7))
+    for _ in range(4):
+        llm.engine.step()
+    errors_on_sync("error")
+    for _ in range(16):
+        llm.engine.step()
+    errors_on_sync("default")
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert any(step.num_accepted for step in llm.steps)

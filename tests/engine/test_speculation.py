@@ -256,3 +256,22 @@ def test_a_draft_of_another_vocabulary_is_refused(make_llm, tmp_path) -> None:
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"has {VOCAB_SIZE + 1} tokens and the target {VOCAB_SIZE}"):
         make_llm(speculative_config={"method": "draft_model", "model": str(tmp_path)})
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("k", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("model", ["ngram", "host:mixed", "device:right", "device:mixed", "self"])
+def test_tokens_on_cuda(spec_llm, make_llm, known, solo, model, k) -> None:
+    method = {"ngram": "ngram", "self": "draft_model"}.get(model, "oracle")
+    llm = spec_llm(method, None if model == "ngram" else model, k, decode_sizes=[1, 2, 4, 8], dtype="float32")
+    prompts = known([5, 17, 30, 9, 3], num_tokens=60)
+    assert generate(llm, prompts, greedy(40)) == [solo(p, 40) for p in prompts]
+    assert all(step.is_graph for step in llm.steps if step.mode.value == "verify")
+    plain = make_llm(dtype="float32", decode_sizes=[1, 2, 4, 8])
+    shared = {"ignore_eos": True, "detokenize": False, "max_tokens": 24, "seed": 11}
+    for params in (
+        SamplingParams(temperature=0.9, top_p=0.9, top_k=20, **shared),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, logit_bias={7: 2.0}, logprobs=2, **shared),
+    ):
+        assert generate(llm, prompts, params) == generate(plain, prompts, params)
+    pool_check(llm)

@@ -232,11 +232,7 @@ class Scheduler:
             num_rejected = num_drafts + 1 - len(tokens) if tokens else 0
             num_computed = num_drafts + 1 if is_verify else batch.query_lens[index]
             resolved_len = batch.cached_lens[index] + num_computed - num_rejected
-            update = self._advance(request, tokens, resolved_len, num_rejected)
-            if update is not None and num_drafts:
-                num_accepted = min(len(tokens) - 1, len(update.new_token_ids))
-                update = update._replace(num_drafts=num_drafts, num_accepted=num_accepted)
-            results.append(update)
+            results.append(self._advance(request, tokens, resolved_len, num_rejected, num_drafts))
         return results
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
@@ -380,7 +376,7 @@ class Scheduler:
         return launched.requests
 
     def _advance(
-        self, request: Request, tokens: Sequence[int], resolved_len: int, num_rejected: int
+        self, request: Request, tokens: Sequence[int], resolved_len: int, num_rejected: int, num_drafts: int = 0
     ) -> RequestUpdate | None:
         """Account for one request's part of a finished step."""
         if request.status is RequestStatus.FINISHED:
@@ -400,7 +396,9 @@ class Scheduler:
             self._end(request, reason)
         elif is_running and num_before == 0:
             self._prefix_cache.insert(request.prompt_token_ids[:resolved_len], request.pages)
-        return RequestUpdate(request, tuple(request.output_token_ids[num_before:]), reason)
+        new_token_ids = tuple(request.output_token_ids[num_before:])
+        num_accepted = min(len(tokens) - 1, len(new_token_ids)) if num_drafts else 0
+        return RequestUpdate(request, new_token_ids, reason, num_drafts, num_accepted)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         # See Note [pages may be freed under a launched step].

@@ -124,8 +124,8 @@ class DraftController:
         oldest = min(candidates, key=lambda width: self._cost(len(rows), width).last_round)
         if self._round - self._cost(len(rows), oldest).last_round > _ROUNDS_BETWEEN_PROBES:
             return oldest
-        chances = [self.chance(row) for row in rows]
-        return max(candidates, key=lambda width: self._speed(width, chances, num_drafts))
+        standing = self._standing(rows, num_drafts)
+        return max(candidates, key=lambda width: self._speed(len(rows), width, standing))
 
     def width_for(self, num_drafts: int) -> int:
         """The smallest width that holds so many drafts, or else the largest; 1 for none."""
@@ -139,7 +139,10 @@ class DraftController:
 
     def add_round(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Take in what became of a row's drafts."""
-        self._rows.setdefault(row, Acceptance()).add(num_drafts, num_accepted)
+        own = self._rows.get(row)
+        if own is None:
+            own = self._rows[row] = Acceptance()
+        own.add(num_drafts, num_accepted)
         self._all.add(num_drafts, num_accepted)
 
     def chance(self, row: int) -> float:
@@ -153,15 +156,22 @@ class DraftController:
         cost = self._cost(num_reqs, width)
         return cost.ms if cost.is_known else None
 
-    def _speed(self, width: int, chances: Sequence[float], num_drafts: Sequence[int]) -> float:
+    def _standing(self, rows: Sequence[int], num_drafts: Sequence[int]) -> list[float]:
+        """Expected number of drafts that stand, by their place, over all rows."""
+        standing = [0.0] * max(num_drafts)
+        prior = self._all.chance(_FIRST_GUESS)
+        for row, count in zip(rows, num_drafts, strict=True):
+            if count:
+                own = self._rows.get(row)
+                chance = power = prior if own is None else own.chance(prior)
+                for place in range(count):
+                    standing[place] += power
+                    power *= chance
+        return standing
+
+    def _speed(self, num_reqs: int, width: int, standing: Sequence[float]) -> float:
         """Expected tokens a millisecond."""
-        num_tokens = float(len(chances))
-        if width > 1:
-            for chance, count in zip(chances, num_drafts, strict=True):
-                power = min(count, width - 1)
-                # chance + chance^2 + ... : the expected number of drafts that stand.
-                num_tokens += power if chance >= 1.0 else chance * (1.0 - chance**power) / (1.0 - chance)
-        return num_tokens / max(self._cost(len(chances), width).ms, 1e-6)
+        return (num_reqs + sum(standing[: width - 1])) / max(self._cost(num_reqs, width).ms, 1e-6)
 
     def _cost(self, num_reqs: int, width: int) -> StepCost:
         size = bucket_for(num_reqs, self._sizes) or num_reqs

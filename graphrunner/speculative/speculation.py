@@ -18,7 +18,7 @@ from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-_NUM_ROUNDS_BEFORE_ALARM = 16
+_ROUNDS_BETWEEN_ALARM_CHECKS = 16
 
 
 class Verified(NamedTuple):
@@ -108,7 +108,8 @@ class Speculation:
             self.controller.add_step(batch.num_reqs, batch.max_query_len, record.duration_ms)
         if verified and not self._is_alarmed:
             self._num_rounds += 1
-            self._sound_alarm(batch, verified)
+            if self._num_rounds % _ROUNDS_BETWEEN_ALARM_CHECKS == 0:
+                self._sound_alarm(batch, verified)
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """The proposer's graph runners."""
@@ -150,7 +151,7 @@ class Speculation:
         """Warn once when drafts cost more time than they save."""
         width, num_reqs = batch.max_query_len, batch.num_reqs
         plain_ms, verify_ms = (self.controller.cost_ms(num_reqs, each) for each in (1, width))
-        if self._num_rounds < _NUM_ROUNDS_BEFORE_ALARM or plain_ms is None or verify_ms is None:
+        if plain_ms is None or verify_ms is None:
             return
         expected = 0.0
         for row, num_drafts, _ in verified:

@@ -9,6 +9,7 @@ import draft_making
 import pytest
 import torch
 from engine_driver import VOCAB_SIZE, generate, greedy, pool_check, prompts_of, tokens
+from fakes.fake_accelerator import MIB, FakeAccelerator, install
 
 from graphrunner import LLM, SamplingParams
 from graphrunner.core.errors import ConfigError
@@ -178,3 +179,25 @@ def test_what_cannot_work_is_refused(engines) -> None:
         engines("simple", "eagle1", {"model": None})
     with pytest.raises(ConfigError, match="only native models hand out"):
         engines("simple", "eagle1", model_impl="transformers")
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "eagle1", "mtp-mimo", "frozen"])
+def test_drafts_are_as_good_after_sleep(
+    engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """On a device whose pages have no memory while graphs are recorded: a touch of one would end the process."""
+    card = install(monkeypatch, FakeAccelerator(2048 * MIB))
+    graphs = {"device": "cpu", "decode_graph": "recording", "prefill_graph": "recording", "decode_sizes": [1, 2, 4]}
+    llm = engines("simple", draft, **graphs, prefill_sizes=[16, 64], enable_prefix_caching=False)
+    prompts = prompts_of([5, 9, 20])
+
+    def run() -> tuple[list[list[int]], int]:
+        num_steps = len(llm.steps)
+        return generate(llm, prompts, greedy(16)), len(llm.steps) - num_steps
+
+    expected, held = run(), card.page_bytes()
+    for level in (1, 2):
+        llm.sleep(level)
+        assert card.used_bytes() == 0
+        llm.wake()
+        assert run() == expected and card.page_bytes() == held

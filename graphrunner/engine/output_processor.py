@@ -371,5 +371,7 @@ def _measure(
             metrics.add_tokens(num_new, None)
         else:
             metrics.add_tokens(num_new, gap_s)
+    if output.embedding is not None:
+        metrics.add_embedding(num_prompt_tokens)
     if sequence.is_finished:
         metrics.add_finished(sequence.completion.finish_reason or "")

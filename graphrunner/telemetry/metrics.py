@@ -83,6 +83,10 @@ class EngineMetrics:
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
 
+    def add_embedding(self, num_prompt_tokens: int) -> None:
+        """Count a prompt that became a vector."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+
     def add_finished(self, reason: str) -> None:
         """Count an ended sequence: stop, length, abort or error."""
         self._finished.labels(reason).inc()

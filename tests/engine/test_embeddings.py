@@ -124,3 +124,11 @@ def test_refused_and_aborted(make_llm) -> None:
 def test_unit_vector() -> None:
     assert unit_vector([3.0, 4.0]) == [0.6, 0.8]
     assert unit_vector([0.0, 0.0]) is None and unit_vector([float("nan"), 1.0]) is None
+
+
+def test_counted(make_llm) -> None:
+    llm = make_llm(max_num_batched_tokens=4)
+    embed(llm, prompts_of([5, 9]), "mean")
+    text = llm.engine.metrics.text().decode()
+    assert "graphrunner_prompt_tokens_total 14.0" in text
+    assert 'graphrunner_requests_finished_total{reason="stop"} 2.0' in text

@@ -38,7 +38,8 @@ def serve(
     options = server_options_from(server_options)
     config = engine_config_from_options({"model": model, **engine_options})
     setup_logging(log_level(), config.telemetry.log_format)
-    adopt_logger("uvicorn")
+    for name in ("uvicorn", "opentelemetry"):
+        adopt_logger(name)
     if options.log_requests:
         logging.getLogger("graphrunner.access").setLevel(logging.INFO)
 

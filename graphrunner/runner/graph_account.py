@@ -48,9 +48,18 @@ class GraphReport:
 
     keys: tuple[KeyAccount, ...] = ()
     failed: tuple[tuple[str, ShapeKey, str], ...] = ()
-    misses: dict[str, int] = field(default_factory=dict)
+    misses_by_runner: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """(the runner meant for the step, reason) -> steps."""
     num_eager_steps: int = 0
     num_checked_steps: int = 0
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Steps without a graph, by reason."""
+        counts: Counter[str] = Counter()
+        for (_, reason), count in self.misses_by_runner.items():
+            counts[reason] += count
+        return dict(counts)
 
 
 class GraphAccount:
@@ -59,7 +68,7 @@ class GraphAccount:
     def __init__(self) -> None:
         self._keys: dict[tuple[str, ShapeKey], KeyAccount] = {}
         self._failed: dict[tuple[str, ShapeKey], str] = {}
-        self._misses: Counter[str] = Counter()
+        self._misses: Counter[tuple[str, str]] = Counter()
         self._num_eager = 0
         self._num_checked = 0
         self._limits: dict[str, str] = {}
@@ -95,7 +104,7 @@ class GraphAccount:
 
     def missed(self, runner: str, miss: GraphMiss) -> None:
         """A step ran eagerly although `runner` is there for its kind. Warns once a reason, when it is a surprise."""
-        self._misses[miss.reason.name] += 1
+        self._misses[runner, miss.reason.name] += 1
         self._num_eager += 1
         if miss.reason in _SURPRISES and (runner, miss.reason) not in self._warned:
             self._warned.add((runner, miss.reason))

@@ -72,7 +72,7 @@ class FakeLLM:
     def graph_report(self) -> GraphReport:
         stats = CaptureStats(num_nodes=3, capture_ms=1.5, memory_bytes=1 << 20)
         keys = (KeyAccount("decode", KEY, stats, self.num_replays, 3 * self.num_replays),)
-        return GraphReport(keys, (("prefill", KEY, "no memory"),), {"NUM_REQS": 2}, 2)
+        return GraphReport(keys, (("prefill", KEY, "no memory"),), {("decode", "NUM_REQS"): 2}, 2)
 
     def __enter__(self) -> FakeLLM:
         return self

@@ -78,9 +78,9 @@ def show(title: str, report: GraphReport) -> None:
     if report.num_checked_steps:
         console.print(f"{report.num_checked_steps} replays checked against eager")
     if report.misses:
-        misses = Table("miss reason", "steps", title="steps without a graph", title_justify="left")
-        for reason, count in sorted(report.misses.items(), key=lambda item: -item[1]):
-            misses.add_row(reason, str(count))
+        misses = Table("runner", "miss reason", "steps", title="steps without a graph", title_justify="left")
+        for (runner, reason), count in sorted(report.misses_by_runner.items(), key=lambda item: -item[1]):
+            misses.add_row(runner, reason, str(count))
         console.print(misses)
 
 
@@ -103,6 +103,10 @@ def _as_dict(report: GraphReport) -> dict[str, object]:
         "keys": keys,
         "failed": failed,
         "misses": report.misses,
+        "misses_by_runner": [
+            {"runner": runner, "reason": reason, "steps": count}
+            for (runner, reason), count in report.misses_by_runner.items()
+        ],
         "num_eager_steps": report.num_eager_steps,
         "num_checked_steps": report.num_checked_steps,
     }

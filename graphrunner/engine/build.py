@@ -43,7 +43,7 @@ from graphrunner.scheduler.scheduler import Scheduler
 from graphrunner.speculative.proposer import Proposer, Target
 from graphrunner.speculative.registry import create_proposer
 from graphrunner.speculative.speculation import Speculation
-from graphrunner.telemetry.log import setup_logging
+from graphrunner.telemetry.log import get_logger, setup_logging
 from graphrunner.telemetry.startup import StartupClock
 from graphrunner.tokenizer.tokenizer import Tokenizer
 from graphrunner.weights.offload import ModelMemory
@@ -53,6 +53,8 @@ from graphrunner.weights.source import ModelSource, load_model_config
 
 _CUDA_TOKEN_BUDGET = 8192
 """Tokens a step at most, by default: a prompt's products are then large enough for the card's full rate."""
+_LOG = get_logger(__name__)
+
 _FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -201,6 +203,10 @@ def _cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.d
         return model_dtype
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_WITH_FP8:
         raise ConfigError("kv_cache_dtype", wanted.value, "needs a card of compute capability 8.9 or newer")
+    if device.type == "cpu":
+        _LOG.warning(
+            "kv_cache_dtype=%s: on a CPU an fp8 cache goes through plain torch attention and is slow", wanted.value
+        )
     return torch.float8_e4m3fn
 
 

@@ -17,7 +17,6 @@ class GraphMissReason(Enum):
     NOT_CAPTURED = "this size is not captured yet"
     CAPTURE_FAILED = "capturing this size failed"
     ALL_LOGITS = "prompt logprobs need the logits of every position"
-    POOLING = "an embedding request needs hidden states"
     ATTENTION = "the attention backend does not support graphs here"
 
 

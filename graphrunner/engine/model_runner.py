@@ -188,7 +188,7 @@ class ModelRunner:
     def _embeddings(self, output: ModelOutput, batch: ScheduledBatch) -> Sequence[tuple[float, ...] | None]:
         if not batch.needs_hidden_states:
             return ()
-        assert output.hidden_states is not None, "every runner but the eager one refuses such a batch"
+        assert output.hidden_states is not None, "a step with prompt tokens returns them, recorded or not"
         return self._pooler.pool(output.hidden_states, batch)
 
     def _store_tokens(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:

@@ -107,8 +107,6 @@ class BaseGraphRunner(BaseRunner):
             return GraphMiss(GraphMissReason.MODE)
         if batch.needs_all_logits:
             return GraphMiss(GraphMissReason.ALL_LOGITS)
-        if batch.needs_hidden_states:
-            return GraphMiss(GraphMissReason.POOLING)
         if batch.max_seq_len > self.context.max_seq_len:
             return GraphMiss(GraphMissReason.SEQ_LEN, batch.max_seq_len, self.context.max_seq_len)
         miss = self.shape_miss_reason(batch)

@@ -58,6 +58,15 @@ def test_parity(make_llm, expected, options: dict[str, object], pooling: str) ->
     pool_check(llm)
 
 
+def test_recordings_take_prompts_to_pool(make_llm, expected) -> None:
+    llm = make_llm(prefill_graph="recording", prefill_sizes=[16, 64])
+    prompts = prompts_of([12, 40])
+    for prompt in prompts:
+        (vector,) = embed(llm, [prompt], "mean")
+        torch.testing.assert_close(vector, expected(prompt, "mean"), rtol=1e-4, atol=1e-4)
+    assert [(step.is_graph, step.key.num_tokens) for step in llm.steps] == [(True, 16), (True, 64)]
+
+
 def test_length_one(make_llm, expected) -> None:
     llm = make_llm()
     (vector,) = embed(llm, prompts_of([9]), "mean", normalize=True)

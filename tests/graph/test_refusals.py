@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from fakes.world import MAX_SEQ_LEN, PAGE_SIZE, Live, World
 
 from graphrunner.attention.backend import GraphSupport
@@ -62,16 +63,26 @@ def test_a_phase_without_graphs_does_not_hide_the_other_ones_reason(is_decode_of
     assert miss_of(world, prefill) == (GraphMiss(GraphMissReason.NUM_TOKENS, 30, 8) if is_decode_off else off)
 
 
-def test_all_logits_and_pooling() -> None:
+def test_all_logits() -> None:
     world = World().capture()
-    for flag, reason in (
-        ("needs_all_logits", GraphMissReason.ALL_LOGITS),
-        ("needs_hidden_states", GraphMissReason.POOLING),
-    ):
-        batch = world.batch(chunks=[(world.new(8), 8)], **{flag: True})
-        assert miss_of(world, batch) == GraphMiss(reason)
-        output = world.run(batch)
-        assert (output.logits.shape[0], output.hidden_states.shape[0]) == (1, 8)
+    batch = world.batch(chunks=[(world.new(8), 8)], needs_all_logits=True)
+    assert miss_of(world, batch) == GraphMiss(GraphMissReason.ALL_LOGITS)
+    output = world.run(batch)
+    assert (output.logits.shape[0], output.hidden_states.shape[0]) == (1, 8)
+
+
+def test_pooling_is_no_refusal() -> None:
+    """A recording of a prompt holds the hidden states that an embedding needs, cut to the real tokens."""
+    outputs = []
+    for is_captured in (True, False):
+        world = World()
+        batch = (world.capture() if is_captured else world).batch(
+            chunks=[(world.new(7), 7), (world.new(5), 5)], needs_hidden_states=True
+        )
+        assert (miss_of(world, batch) is None) == is_captured
+        outputs.append(world.run(batch))
+    assert outputs[0].hidden_states.shape[0] == 12
+    torch.testing.assert_close(outputs[0].hidden_states, outputs[1].hidden_states)
 
 
 def test_query_len_and_seq_len() -> None:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.errors import EngineStateError, InvalidRequestError
 from graphrunner.core.outputs import EngineOutput, TokenLogprobs
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
@@ -93,7 +93,16 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.break_next_step = False
         self.is_closed = False
+        self.is_asleep = False
         self.short_choices: set[int] = set()  # output indices that end after one token
+
+    def sleep(self, level: int) -> None:
+        if self.live:
+            raise EngineStateError(f"cannot sleep while {len(self.live)} requests run")
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        self.is_asleep = False
 
     def prepare(self, params: SamplingParams) -> Future[object] | None:
         return None
@@ -102,6 +111,8 @@ class FakeEngine:
         self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, *, priority: int
     ) -> None:
         assert request_id not in self.live
+        if self.is_asleep:
+            raise EngineStateError("the engine is asleep: wake it first")
         if bytes(i for i in token_ids if i < 256) == b"refuse me":
             raise InvalidRequestError("prompt", "refuse me", "is refused")
         room = self.max_model_len - len(token_ids)

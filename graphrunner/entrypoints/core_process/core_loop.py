@@ -11,6 +11,7 @@ from typing import Protocol
 import zmq
 
 from graphrunner.core.engine_stats import EngineStats
+from graphrunner.core.errors import GraphRunnerError
 from graphrunner.core.outputs import EngineOutput
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
@@ -21,9 +22,13 @@ from graphrunner.entrypoints.core_process.messages import (
     End,
     News,
     Ready,
+    RefusalKind,
     Refused,
     Report,
+    Rested,
+    Sleep,
     Stop,
+    Wake,
     decode_command,
     encode,
     refusal_of,
@@ -64,6 +69,13 @@ class ServedEngine(Protocol):
     def has_unfinished_requests(self) -> bool: ...
 
     def stats_since(self, step_id: int) -> EngineStats: ...
+
+    @property
+    def is_asleep(self) -> bool: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -123,6 +135,8 @@ class CoreLoop:
                     self._end(ended, reason)
                 case Add():
                     self._begin(command, news, refused)
+                case Sleep() | Wake():
+                    self._rest(command)
         if news or refused:
             self._report(News(admitted=tuple(news), refused=tuple(refused)))
         return True
@@ -162,6 +176,17 @@ class CoreLoop:
         self._compiling = [each for each in self._compiling if not set(_sequences(each.command)) & set(ended)]
         self._engine.finish(ended, reason)
 
+    def _rest(self, command: Sleep | Wake) -> None:
+        problem = None
+        try:
+            if isinstance(command, Sleep):
+                self._engine.sleep(command.level)
+            else:
+                self._engine.wake()
+        except GraphRunnerError as error:  # it is as it was
+            problem = str(error)
+        self._report(Rested(self._engine.is_asleep, problem))
+
     def _stats_when_due(self) -> EngineStats | None:
         """A snapshot when the engine has just become idle, and every so often while it is busy."""
         is_idle = not self._engine.has_unfinished_requests()
@@ -181,7 +206,7 @@ class CoreLoop:
 
 def _refusal(command: Add, error: Exception) -> Refused:
     refusal = refusal_of(command.request_id, error)
-    if not refusal.field:
+    if refusal.kind is RefusalKind.BROKEN:
         log.error("request %s could not be taken in", command.request_id, exc_info=error)
     return refusal
 

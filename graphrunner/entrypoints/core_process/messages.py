@@ -12,7 +12,7 @@ import msgspec
 
 from graphrunner.config.engine_config import EngineConfig
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import InvalidRequestError
+from graphrunner.core.errors import EngineStateError, InvalidRequestError
 from graphrunner.core.outputs import EngineOutput
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
@@ -54,11 +54,21 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: FinishReason
 
 
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give the device back; answered by `Rested`."""
+
+    level: int = 1
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Restore what `Sleep` gave back; answered by `Rested`."""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leave."""
 
 
-Command = Add | End | Stop
+Command = Add | End | Sleep | Wake | Stop
 
 
 # -- to the front ---------------------------------------------------------------------------------------------------
@@ -82,11 +92,19 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
+class Rested(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A `Sleep` or `Wake` was carried out; or refused, and the problem says why."""
+
+    is_asleep: bool
+    problem: str | None = None
+
+
 class RefusalKind(Enum):
     """Why a request was not admitted."""
 
     INVALID = "invalid"
     QUEUE_FULL = "queue_full"
+    NOT_NOW = "not_now"  # the engine is asleep
     BROKEN = "broken"  # the engine failed while it took the request in
 
 
@@ -103,6 +121,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
         """What the front raises for it."""
         if self.kind is RefusalKind.BROKEN:
             return RuntimeError(self.problem)
+        if self.kind is RefusalKind.NOT_NOW:
+            return EngineStateError(self.problem)
         kind = QueueFullError if self.kind is RefusalKind.QUEUE_FULL else InvalidRequestError
         return kind(self.field, self.value, self.problem)
 
@@ -119,7 +139,7 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stats: EngineStats | None = None
 
 
-Report = Hello | Ready | Failed | News
+Report = Hello | Ready | Failed | News | Rested
 
 
 def refusal_of(request_id: str, error: Exception) -> Refused:
@@ -130,6 +150,8 @@ def refusal_of(request_id: str, error: Exception) -> Refused:
         if isinstance(value, int) and abs(value) >= 1 << 63:
             value = str(value)[:200]
         return Refused(request_id, kind, error.field, value, error.problem)
+    if isinstance(error, EngineStateError):
+        return Refused(request_id, RefusalKind.NOT_NOW, "", None, str(error))
     return Refused(request_id, RefusalKind.BROKEN, "", None, f"{type(error).__name__}: {error}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import EmbeddingFailedError, EngineDeadError
+from graphrunner.core.errors import EmbeddingFailedError, EngineDeadError, EngineStateError
 from graphrunner.core.outputs import StepRecord
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
@@ -22,7 +22,19 @@ from graphrunner.engine.sequence_ids import sequence_ids
 from graphrunner.engine.token_engine import EMBEDDING_PARAMS, NUM_SHOWN_STEPS
 from graphrunner.entrypoints.core_process.launch import LaunchCore, RunningCore
 from graphrunner.entrypoints.core_process.link import CoreLink
-from graphrunner.entrypoints.core_process.messages import Add, End, Failed, Hello, News, Ready, Report, Stop
+from graphrunner.entrypoints.core_process.messages import (
+    Add,
+    End,
+    Failed,
+    Hello,
+    News,
+    Ready,
+    Report,
+    Rested,
+    Sleep,
+    Stop,
+    Wake,
+)
 from graphrunner.entrypoints.openai.engine_client import Health, HealthState
 from graphrunner.entrypoints.openai.output_stream import OutputStream
 from graphrunner.telemetry.log import get_logger
@@ -70,6 +82,8 @@ class AsyncEngine:
         self._link: CoreLink | None = None
         self._core: RunningCore | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_asleep = False
+        self._rests: deque[asyncio.Future[None]] = deque()  # answers come in the order of the commands
         self.num_aborts = 0
         """Requests that were stopped from outside before they ended."""
 
@@ -101,6 +115,42 @@ class AsyncEngine:
             link.close()
         for task in self._tasks:
             task.cancel()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether requests are refused until `wake`."""
+        return self._is_asleep
+
+    async def sleep(self, level: int = 1) -> None:
+        """Have the core give the device back; see `TokenEngine.sleep`.
+
+        Raises:
+            EngineStateError: it did not, and why: requests are waiting or running, or there is no such level.
+            EngineDeadError: there is no core.
+        """
+        await self._rest(Sleep(level))
+
+    async def wake(self) -> None:
+        """Have the core restore what `sleep` gave back; see `TokenEngine.wake`. Errors as `sleep`."""
+        await self._rest(Wake())
+
+    async def _rest(self, command: Sleep | Wake) -> None:
+        self._check_alive()
+        assert self._link is not None
+        self._link.send(command)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rests.append(answer)
+        await answer
+
+    def _take_rested(self, report: Rested) -> None:
+        self._is_asleep = report.is_asleep
+        answer = self._rests.popleft()
+        if answer.done():  # nobody waits any more
+            return
+        if report.problem is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(EngineStateError(report.problem))
 
     @property
     def has_started(self) -> bool:
@@ -241,6 +291,8 @@ class AsyncEngine:
         match report:
             case News():
                 self._take_news(report)
+            case Rested():
+                self._take_rested(report)
             case Hello():
                 assert self._link is not None
                 self._link.remove_folder()
@@ -358,6 +410,11 @@ class AsyncEngine:
         for request_id, stream in list(self._streams.items()):
             self._forget(request_id)
             stream.end(EngineDeadError(reason))
+        self._is_asleep = False
+        while self._rests:
+            answer = self._rests.popleft()
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
 
     def _tell_to_stop(self) -> bool:
         """Ask the core to leave by itself; only one that serves hears it."""

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from graphrunner.core.errors import EngineDeadError, InvalidRequestError
+from graphrunner.core.errors import EngineDeadError, EngineStateError, InvalidRequestError
 from graphrunner.scheduler.admission import QueueFullError
 
 PRIVATE_FIELDS = frozenset({"prompt", "messages", "input"})
@@ -88,6 +88,8 @@ def api_error_from(error: Exception) -> ApiError:
             return ApiError(HTTPStatus.BAD_REQUEST, message, param=field.split("[")[0], code="invalid_value")
         case ValidationError():
             return _validation_error(error)
+        case EngineStateError():
+            return unavailable("the engine is asleep or at work")
         case EngineDeadError():
             return unavailable("the engine is not running")
         case HTTPException(status_code=status):
@@ -124,7 +126,15 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         return error_response(api_error_from(error))
 
-    for kind in (ApiError, InvalidRequestError, EngineDeadError, ValidationError, HTTPException, Exception):
+    for kind in (
+        ApiError,
+        InvalidRequestError,
+        EngineStateError,
+        EngineDeadError,
+        ValidationError,
+        HTTPException,
+        Exception,
+    ):
         app.add_exception_handler(kind, answer)
 
 

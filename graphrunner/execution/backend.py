@@ -6,12 +6,16 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
 from graphrunner.device.device import Stream
+
+if TYPE_CHECKING:
+    from graphrunner.core.forward_batch import ForwardBatch
 
 Forward = Callable[[], ModelOutput]
 
@@ -94,6 +98,18 @@ class ExecutionBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back everything recorded. Idempotent; keys may be recorded again after."""
+
+
+def batch_at_break(recorded: ForwardBatch, active: ForwardBatch) -> ForwardBatch:
+    """What an eager break reads: the active step or, in a loop of several steps, the views it was recorded with.
+
+    Args:
+        recorded: the batch that the closure handed to the break.
+        active: the step as its runner loaded it, with metadata of its own.
+    """
+    if recorded.positions is active.positions:
+        return active
+    return replace(recorded, attention_metadata=recorded.attention.prepare_metadata(recorded))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from graphrunner.execution.backend import (
     CaptureStats,
     ExecutionBackend,
     Forward,
+    batch_at_break,
     capture_error,
     frozen_gc,
 )
@@ -37,11 +38,12 @@ class _Break:
     """Python between two segments, and the tensor in which the next one expects its result."""
 
     call: BreakCall
+    batch: ForwardBatch
     argument: torch.Tensor
     output: torch.Tensor
 
-    def run(self, batch: ForwardBatch) -> None:
-        result = self.call(batch, self.argument)
+    def run(self, active: ForwardBatch) -> None:
+        result = self.call(batch_at_break(self.batch, active), self.argument)
         if result.data_ptr() != self.output.data_ptr():
             self.output.copy_(result)
 
@@ -71,7 +73,7 @@ class SegmentedRecording:
         self._segments[-1].end()
         with listening(None):
             output = call(batch, tensor)
-        self._breaks.append(_Break(call, tensor, output))
+        self._breaks.append(_Break(call, batch, tensor, output))
         self._open()
         return output
 

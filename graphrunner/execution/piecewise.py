@@ -21,7 +21,14 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
 from graphrunner.device.device import Device, DeviceGraph, GraphPool, Stream
 from graphrunner.execution.artifact_cache import ArtifactCache
-from graphrunner.execution.backend import CaptureStats, ExecutionBackend, Forward, capture_error, frozen_gc
+from graphrunner.execution.backend import (
+    CaptureStats,
+    ExecutionBackend,
+    Forward,
+    batch_at_break,
+    capture_error,
+    frozen_gc,
+)
 from graphrunner.execution.split import Break, Piece, SplitForward, split_forward
 from graphrunner.execution.traced import TracedForward, check_equal
 from graphrunner.telemetry.log import get_logger
@@ -56,8 +63,8 @@ class _CompiledBreak:
     argument: Tensor
     output: Tensor
 
-    def run(self, batch: ForwardBatch) -> None:
-        result = self.step.call(batch, self.argument)
+    def run(self, active: ForwardBatch) -> None:
+        result = self.step.call(batch_at_break(self.step.batch, active), self.argument)
         if result.data_ptr() != self.output.data_ptr():
             self.output.copy_(result)
 

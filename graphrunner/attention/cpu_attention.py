@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrunner.attention.backend import AttentionBackend, AttentionSpec, GraphSupport
-from graphrunner.attention.torch_attention import used_columns
+from graphrunner.attention.torch_attention import TorchAttention, used_columns
 from graphrunner.core.forward_batch import ForwardBatch, KVLayer
 from graphrunner.kernels.cpu import ops
 
@@ -38,6 +38,8 @@ class CpuAttention(AttentionBackend):
         is_served = qkv.dtype is torch.float32 and kv.k.dtype.itemsize > 1
         page_table = batch.page_table if is_served else used_columns(batch, kv)
         rows = _rows_of(batch)
+        if batch.tree_mask is not None:
+            return TorchAttention().forward(spec, qkv, kv, batch)
         if self._is_batch_invariant:
             rows, page_table = _one_request_a_token(batch), batch.page_table
         return ops.rope_store_attention(

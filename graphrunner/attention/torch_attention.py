@@ -35,6 +35,7 @@ class TorchAttention(AttentionBackend):
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
             *spec.cache_scales(kv.k),
+            batch.tree_mask,
         )
 
 

@@ -35,7 +35,9 @@ class TritonAttention(AttentionBackend):
                 seq_lens=batch.seq_lens,
                 request_rows=batch.request_rows,
                 page_table=batch.page_table,
+                tree_mask=batch.tree_mask,
             )
+        assert batch.tree_mask is None, "only the uniform kernel knows trees"
         return gpu_ops.ExtendMetadata(
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from graphrunner.core.draft_tree import DraftTree, tree_from_paths
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
+
+_DEFAULT_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +19,13 @@ class SpeculativeConfig:
 
     method: str = "ngram"
     """A name of `graphrunner.speculative.registry`, or the import path of a module with `create_proposer`."""
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = _DEFAULT_COUNT
     """Most draft tokens a request and round, 1 to 16."""
     model: str | None = None
     """Hub id, folder or file of the draft; None takes the one shipped for the target, where the method has one."""
+    speculative_token_tree: str | None = None
+    """eagle: which guesses to verify besides the likeliest: "[(0,), (1,), (0, 0)]" is the two likeliest next tokens and
+    the likeliest one after the first of them. At most 7; None is one guess after the other."""
     prompt_lookup_min: int = 2
     """ngram: fewest tokens that must repeat before what followed them is proposed."""
     prompt_lookup_max: int = 5
@@ -32,6 +38,8 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             _check_int(name, getattr(self, name), 1, MAX_SPECULATIVE_TOKENS)
+        if self.speculative_token_tree is not None:
+            self._take_tree()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             problem = f"must not exceed prompt_lookup_max={self.prompt_lookup_max}"
             raise ConfigError("speculative_config.prompt_lookup_min", self.prompt_lookup_min, problem)
@@ -43,6 +51,30 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config.adaptive", self.adaptive, "must be true or false")
         if self.disable_by_batch_size is not None:
             _check_int("disable_by_batch_size", self.disable_by_batch_size, 1, 1 << 31)
+
+    @property
+    def draft_tree(self) -> DraftTree | None:
+        """`speculative_token_tree`, read."""
+        return None if self.speculative_token_tree is None else tree_from_paths(self.speculative_token_tree)
+
+    def _take_tree(self) -> None:
+        """Check the tree; it says how many drafts there are."""
+        field, given = "speculative_config.speculative_token_tree", self.speculative_token_tree
+        try:
+            tree = self.draft_tree
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            problem = str(error).partition("\n")[0]
+            raise ConfigError(
+                "speculative_config.speculative_token_tree", self.speculative_token_tree, problem
+            ) from None
+        if self.method != "eagle":
+            problem = f"method {self.method} makes no trees; eagle does"
+            raise ConfigError(field, given, problem)
+        assert tree is not None
+        if self.num_speculative_tokens not in (_DEFAULT_COUNT, len(tree.parents)):
+            problem = f"the tree has {len(tree.parents)} drafts: leave this out, or give the same number"
+            raise ConfigError("speculative_config.num_speculative_tokens", self.num_speculative_tokens, problem)
+        object.__setattr__(self, "num_speculative_tokens", len(tree.parents))
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, object]) -> "SpeculativeConfig":

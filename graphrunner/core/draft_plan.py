@@ -15,11 +15,14 @@ class DraftPlan:
         query_width: tokens a row computes: its last one and room for the drafts; one of the recorded widths.
         num_drafts: per row, at most query_width - 1; 0 for rows that do not speculate.
         token_ids: per row, the drafts; empty when only the device knows them.
+        is_branching: the drafts are a tree. Requests whose tokens depend on earlier ones in other ways than through the
+            model (penalties, logprobs) cannot verify one, nor can those beside them.
     """
 
     query_width: int
     num_drafts: tuple[int, ...]
     token_ids: tuple[Sequence[int], ...] = ()
+    is_branching: bool = False
 
 
 class DraftPlanner(Protocol):

@@ -42,6 +42,8 @@ class ForwardBatch:
         max_query_len: upper bound of the query lengths (static inside a graph).
         max_seq_len: upper bound of seq_lens (static inside a graph: the context limit).
         draft_tokens: int32 [R, T / R - 1], device, VERIFY only; drafts, -1 where a request has fewer.
+        tree_mask: uint8 [R, T / R, T / R], device, of a step whose tokens branch: [r, i, j] != 0 lets token i see token
+            j of the step. `positions` are then where tokens would stand, not where their KV is. None is causal.
     """
 
     mode: ForwardMode
@@ -61,3 +63,4 @@ class ForwardBatch:
     max_query_len: int
     max_seq_len: int
     draft_tokens: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None

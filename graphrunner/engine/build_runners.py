@@ -40,7 +40,7 @@ from graphrunner.sampling.pooler import Pooler
 from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.sampling.verifier import Verifier
-from graphrunner.speculative.draft_controller import MAX_ADAPTIVE_REQS, DraftController, widths_for
+from graphrunner.speculative.draft_controller import MAX_ADAPTIVE_REQS, DraftController, widths_of
 from graphrunner.speculative.proposer import DeviceProposer, Proposer, ProposerContext, TargetNeeds
 from graphrunner.speculative.speculation import Speculation
 from graphrunner.telemetry.log import get_logger
@@ -83,10 +83,11 @@ class RunnerParts:
         is_invariant = self.config.load.deterministic
         attention = create_attention(self.device, is_batch_invariant=is_invariant)
         needs = self.proposer.needs if self.proposer else TargetNeeds()
-        forward = StepForward(self.model, sampler, verifier, needs, is_batch_invariant=is_invariant)
+        tree = self.config.speculative.draft_tree if self.config.speculative else None
+        forward = StepForward(self.model, sampler, verifier, needs, tree=tree, is_batch_invariant=is_invariant)
         context = RunnerContext(
             forward, forward.tail, table, target_layers, attention, self.device, page_size, max_seq_len,
-            needs_hidden_states=needs.hidden_states or bool(needs.aux_layers),
+            needs_hidden_states=needs.hidden_states or bool(needs.aux_layers), draft_tree=tree,
         )  # fmt: skip
         account = GraphAccount()
         eager = EagerRunner(context)
@@ -133,7 +134,7 @@ class RunnerParts:
                 is_lazy=graph.capture is CapturePolicy.LAZY,
             )
         )
-        widths = widths_for(config.num_speculative_tokens, is_adaptive=config.adaptive)
+        widths = widths_of(config)
         controller = DraftController(
             widths, sizes, is_adaptive=config.adaptive, disable_at=config.disable_by_batch_size
         )  # fmt: skip

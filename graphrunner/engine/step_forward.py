@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from graphrunner.core.active_batch import active_batch
+from graphrunner.core.draft_tree import DraftTree
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.kernels.batch_invariance import batch_invariant
 from graphrunner.models.registry import LanguageModel
 from graphrunner.sampling.sampler import Sampler
+from graphrunner.sampling.tree import PathPicker, keep_path, reordered
 from graphrunner.sampling.verifier import Verifier, accept
 from graphrunner.speculative.proposer import TargetNeeds
 
@@ -21,6 +23,7 @@ class StepForward:
     Args:
         verifier: accepts the drafts of VERIFY steps.
         needs: what a proposer reads of every step.
+        tree: how drafts branch; None for one guess after the other.
         is_batch_invariant: run with kernels whose result for a row depends on that row alone.
     """
 
@@ -31,12 +34,14 @@ class StepForward:
         verifier: Verifier,
         needs: TargetNeeds | None = None,
         *,
+        tree: DraftTree | None = None,
         is_batch_invariant: bool = False,
     ) -> None:
         self._model = model
         self._sampler = sampler
         self._verifier = verifier
         self._needs = needs or TargetNeeds()
+        self._paths = None if tree is None else PathPicker(tree, model.options.device)
         self._is_batch_invariant = is_batch_invariant
         sampler.logits_of = self._logits_of
 
@@ -67,8 +72,30 @@ class StepForward:
             return ModelOutput(hidden_states=kept, aux_hidden_states=aux)
         if variant is ForwardVariant.LOGITS:
             return ModelOutput(logits=self._model.logits(hidden), hidden_states=kept, aux_hidden_states=aux)
+        if batch.tree_mask is not None:
+            return self._path(hidden, batch, variant, kept, aux)
         token_ids, num_new = self._picked(hidden, batch, variant)
         return ModelOutput(token_ids=token_ids, num_new=num_new, hidden_states=kept, aux_hidden_states=aux)
+
+    def _path(
+        self,
+        hidden: torch.Tensor,
+        batch: ForwardBatch,
+        variant: ForwardVariant,
+        kept: torch.Tensor | None,
+        aux: torch.Tensor | None,
+    ) -> ModelOutput:
+        """Of a step whose drafts branch, what a step of its longest right path would have left."""
+        assert self._paths is not None and batch.draft_tokens is not None, "a verify step over a tree"
+        target_ids = self._model.greedy_tokens(hidden) if variant is ForwardVariant.GREEDY else None
+        if target_ids is None:
+            rows = batch.request_rows.repeat_interleave(self._paths.tree.num_tokens, output_size=batch.num_tokens)
+            positions = (batch.positions + 1).to(torch.int32)
+            target_ids = self._sampler.sample_in_graph(self._model.logits(hidden), rows, positions, variant)
+        path = self._paths.accept(batch.draft_tokens, target_ids)
+        keep_path(batch, path.order)
+        kept, aux = (None if one is None else reordered(one, path.order) for one in (kept, aux))
+        return ModelOutput(token_ids=path.token_ids, num_new=path.num_new, hidden_states=kept, aux_hidden_states=aux)
 
     def _picked(
         self, hidden: torch.Tensor, batch: ForwardBatch, variant: ForwardVariant

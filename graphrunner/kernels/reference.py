@@ -170,6 +170,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    tree_mask: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of any mix of prefill chunks and decode rows over a paged cache.
 
@@ -186,6 +187,7 @@ def paged_attention(
         sliding_window: a query sees at most this many last keys, itself included; 0 means all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 means no cap.
         k_scale, v_scale: what a stored fp8 number is multiplied by; 1 for other caches.
+        tree_mask: see tree_visible; None is causal.
 
     Returns:
         [T, Hq, D], dtype of q; zero for padding tokens.
@@ -200,13 +202,15 @@ def paged_attention(
     # -1 leaves a padding token no key to see.
     last_position = torch.where(is_real, last_position, -1)
     rows = page_table[request_rows.long()[request]]
+    seen = None if tree_mask is None else tree_visible(tree_mask, seq_lens, rows.shape[1] * k_cache.shape[1])
 
     outputs = []
     for start in range(0, num_tokens, _TOKENS_PER_CHUNK):
         chunk = slice(start, start + _TOKENS_PER_CHUNK)
         attended = _attend(
-            q[chunk], k_cache, v_cache, last_position[chunk], rows[chunk], scale * k_scale, sliding_window, soft_cap
-        )
+            q[chunk], k_cache, v_cache, last_position[chunk], rows[chunk], scale * k_scale, sliding_window, soft_cap,
+            None if seen is None else seen[chunk],
+        )  # fmt: skip
         outputs.append((attended * v_scale).to(q.dtype))
     return torch.cat(outputs) if outputs else torch.empty_like(q)
 
@@ -220,14 +224,20 @@ def _attend(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    seen: Tensor | None = None,
 ) -> Tensor:
-    """Attend each token to the keys of its own page row, up to its own last position; float32."""
+    """Attend each token to the keys of its own page row, up to its own last position; float32.
+
+    `seen`, bool [T, S], says instead which keys these are.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     position = torch.arange(pages.shape[1] * k_cache.shape[1], device=q.device)
     is_visible = position <= last_position.unsqueeze(1)
     if sliding_window > 0:
         is_visible = is_visible & (position > last_position.unsqueeze(1) - sliding_window)
+    if seen is not None:
+        is_visible = seen
 
     keys, values = _gathered(k_cache, pages), _gathered(v_cache, pages)
     values = torch.where(is_visible[:, :, None, None], values, 0.0)
@@ -238,6 +248,24 @@ def _attend(
     scores = torch.where(is_visible[:, None, None, :], scores, float("-inf"))
     weights = torch.where(is_visible[:, None, None, :], scores.softmax(-1), 0.0)
     return torch.einsum("thgs,tshd->thgd", weights, values).reshape(q.shape)
+
+
+def tree_visible(tree_mask: Tensor, seq_lens: Tensor, num_keys: int) -> Tensor:
+    """Which keys the tokens of a branching step see: all before the step, and of the step what the mask allows.
+
+    Args:
+        tree_mask: integer [R, W, W]; nonzero [r, i, j] lets token i of request r see token j.
+        seq_lens: int32 [R]; tokens, this step included.
+
+    Returns:
+        bool [R * W, num_keys].
+    """
+    width = tree_mask.shape[1]
+    first = (seq_lens.long() - width)[:, None]
+    place = torch.arange(num_keys, device=tree_mask.device) - first
+    own = (tree_mask != 0).gather(2, place.clamp(0, width - 1)[:, None, :].expand(-1, width, -1))
+    seen = (place < 0)[:, None] | (own & (place < width)[:, None])
+    return seen.flatten(0, 1)
 
 
 def rope_store_attention(
@@ -260,6 +288,7 @@ def rope_store_attention(
     soft_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    tree_mask: Tensor | None = None,
 ) -> Tensor:
     """The attention block between the two projections: q/k norm, rope, KV store, paged attention.
 
@@ -297,5 +326,6 @@ def rope_store_attention(
         soft_cap,
         k_scale,
         v_scale,
+        tree_mask,
     )
     return attended.flatten(1)

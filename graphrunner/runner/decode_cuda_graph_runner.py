@@ -28,6 +28,7 @@ from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import DECODE_BUFFERS, VERIFY_BUFFERS, StaticBuffers
+from graphrunner.runner.tree_step import TreeStep
 
 VARIANT_OF_NEED = {
     SamplingNeed.GREEDY: ForwardVariant.GREEDY,
@@ -80,6 +81,8 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=device) * query_width
         self._logits_indices = torch.arange(largest * query_width, dtype=torch.int64, device=device)
         self._derived = make_derived(largest * query_width, largest, device, query_width)
+        tree = context.draft_tree if query_width > 1 else None
+        self._tree = None if tree is None else TreeStep(tree, largest, device)
         self._gather, self._advance = gather_for(device), advance_for(device, largest)
         self._advance_accepted = advance_accepted_for(device, largest, query_width)
         self._held: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # rows and draft counts in the buffers
@@ -133,6 +136,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             max_query_len=self.query_width,
             max_seq_len=context.max_seq_len,
             draft_tokens=None if self._derived.draft_tokens is None else self._derived.draft_tokens[:size],
+            tree_mask=None if self._tree is None else self._tree.mask[:size],
         )
         return with_metadata(views)
 
@@ -144,6 +148,8 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         if self.query_width > 1:
             counts = self.buffers.view("num_drafts", views.num_tokens, views.num_reqs)
         self._gather(context.table, views.request_rows, counts, context.page_size, out)
+        if self._tree is not None:
+            self._tree.place(views)
         output = context.forward(views, variant)
         if self.query_width > 1:
             if output.token_ids is not None and output.num_new is not None:

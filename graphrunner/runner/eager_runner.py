@@ -9,13 +9,14 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
-from graphrunner.core.scheduled_batch import ScheduledBatch
+from graphrunner.core.scheduled_batch import SamplingNeed, ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.gather_rows import DerivedBuffers, gather_for, gather_tokens, make_derived
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import StaticBuffers, token_columns
+from graphrunner.runner.tree_step import TreeStep
 
 
 class EagerRunner(BaseRunner):
@@ -80,7 +81,10 @@ class EagerRunner(BaseRunner):
         batch = loaded.batch
         output = self._context.forward(batch, loaded.key.variant)
         if batch.mode is ForwardMode.VERIFY:
-            return output  # how far the rows move on is known when drafts are accepted
+            # Otherwise how far the rows move on is known when drafts are accepted.
+            if output.token_ids is not None and output.num_new is not None:
+                self._context.table.store_accepted(batch.request_rows, output.token_ids, output.num_new)
+            return output
         self._context.table.store_lengths(batch.request_rows, batch.seq_lens)
         if loaded.key.variant is ForwardVariant.HIDDEN:
             assert output.hidden_states is not None
@@ -115,7 +119,15 @@ class EagerRunner(BaseRunner):
             max_seq_len=batch.max_seq_len,
             draft_tokens=derived.draft_tokens,
         )
-        key = ShapeKey(num_tokens, num_reqs, ForwardVariant.LOGITS)
+        variant = ForwardVariant.LOGITS
+        if context.draft_tree is not None:
+            # Which path stands, and the KV of it, is the forward's own business.
+            tree = TreeStep(context.draft_tree, num_reqs, device)
+            forward_batch = replace(forward_batch, tree_mask=tree.mask)
+            tree.place(forward_batch)
+            is_greedy = batch.sampling_need is SamplingNeed.GREEDY
+            variant = ForwardVariant.GREEDY if is_greedy else ForwardVariant.SAMPLE
+        key = ShapeKey(num_tokens, num_reqs, variant)
         return LoadedBatch(key, with_metadata(forward_batch), num_reqs, num_tokens)
 
     def _buffers_for(self, num_tokens: int, num_reqs: int) -> StaticBuffers:

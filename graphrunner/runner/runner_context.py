@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrunner.attention.backend import AttentionBackend
+from graphrunner.core.draft_tree import DraftTree
 from graphrunner.core.forward_batch import KVLayer
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.runner.base_runner import Forward
@@ -30,6 +31,7 @@ class RunnerContext:
         device: where everything lives.
         page_size: tokens a page.
         max_seq_len: context limit, and the draft tokens past it, tokens.
+        draft_tree: how the drafts of a verify step branch; None for one guess after the other.
         needs_hidden_states: somebody reads the hidden states of every step: an eager step must return them too.
     """
 
@@ -42,3 +44,4 @@ class RunnerContext:
     page_size: int
     max_seq_len: int
     needs_hidden_states: bool = False
+    draft_tree: DraftTree | None = None

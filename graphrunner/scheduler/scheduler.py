@@ -17,7 +17,7 @@ from graphrunner.config.engine_config import SchedulerConfig
 from graphrunner.core.draft_plan import DraftPlan, DraftPlanner
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.request import FinishReason, Request, RequestStatus
-from graphrunner.core.scheduled_batch import PageAppend, ScheduledBatch
+from graphrunner.core.scheduled_batch import PageAppend, SamplingNeed, ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.prefix_cache import PrefixCache
@@ -169,7 +169,7 @@ class Scheduler:
         if not decode.rows and not chunks:
             self._end_unfittable()
             return None
-        drafts = None if chunks else self._plan_drafts(decode.requests)
+        drafts = None if chunks else self._plan_drafts(decode)
         self._reserve_lookahead(decode.requests, drafts, chunks)
         cached_lens = []
         for request in decode.requests:
@@ -304,14 +304,15 @@ class Scheduler:
         if not self._requests:
             assert stats.num_used_pages == 0, f"{stats.num_used_pages} pages are lost"
 
-    def _plan_drafts(self, requests: Sequence[Request]) -> DraftPlan | None:
+    def _plan_drafts(self, decode: DecodeColumns) -> DraftPlan | None:
         """What the decode rows verify in this step, cut to the pages that can be had; None for nothing."""
+        requests = decode.requests
         if self._draft_planner is None or not requests:
             return None
         # The last new token is never fed back, so no row computes past its `final_len`.
         num_useful = [request.final_len - request.cached_len - 1 for request in requests]
         plan = self._draft_planner.plan(requests, num_useful)
-        if plan is None:
+        if plan is None or (plan.is_branching and decode.need is SamplingNeed.LOGITS):
             return None
         num_drafts = tuple(
             min(count, useful, self._running.reserve(request, 1 + min(count, useful)) - 1) if count else 0

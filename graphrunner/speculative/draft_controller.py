@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.runner.capture_sizes import bucket_for
 
 MAX_ADAPTIVE_REQS = 64
@@ -176,6 +177,12 @@ class DraftController:
     def _cost(self, num_reqs: int, width: int) -> StepCost:
         size = bucket_for(num_reqs, self._sizes) or num_reqs
         return self._costs.setdefault((size, width), StepCost())
+
+
+def widths_of(config: SpeculativeConfig) -> tuple[int, ...]:
+    """Widths to record for a configuration; a tree is verified whole or not at all."""
+    is_adaptive = config.adaptive and config.speculative_token_tree is None
+    return widths_for(config.num_speculative_tokens, is_adaptive=is_adaptive)
 
 
 def widths_for(num_speculative_tokens: int, *, is_adaptive: bool) -> tuple[int, ...]:

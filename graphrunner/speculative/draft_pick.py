@@ -20,8 +20,9 @@ def pick_drafts(
     request_rows: Tensor,
     positions: Tensor,
     variant: ForwardVariant,
+    count: int | None = None,
 ) -> Tensor:
-    """The draft of each row as a token of the target.
+    """The draft of each row as a token of the target, or the `count` likeliest ones.
 
     A random request's draft is drawn with the very noise that the target will draw the same place with. Where both
     distributions are close, so are their picks: more drafts stand than if the draft took its likeliest token.
@@ -33,15 +34,15 @@ def pick_drafts(
         variant: GREEDY when every request is.
 
     Returns:
-        int32 [R]. In graph: yes. Sync: none.
+        int32 [R]; with `count` [R, count], likeliest first. In graph: yes. Sync: none.
     """
-    if variant is ForwardVariant.GREEDY:
-        return head.greedy(hidden_rows)
     token_ids = head.vocabulary.target_ids
+    if variant is ForwardVariant.GREEDY:
+        return head.greedy(hidden_rows) if count is None else token_ids[head(hidden_rows).topk(count).indices]
     logits, params = finite_logits(head(hidden_rows)), rows.gather(request_rows, positions)
     is_greedy = (params.temperature <= 0)[:, None]
     inverse = 1.0 / torch.where(is_greedy, 1.0, params.temperature[:, None])
     noisy = logits * inverse + gumbel_noise(params.seeds, params.positions, token_ids)
     is_kept = logits >= filter_thresholds(logits, inverse, params)
-    best = torch.where(is_greedy, logits, torch.where(is_kept, noisy, -torch.inf)).argmax(-1)
-    return token_ids[best]
+    scores = torch.where(is_greedy, logits, torch.where(is_kept, noisy, -torch.inf))
+    return token_ids[scores.argmax(-1) if count is None else scores.topk(count).indices]

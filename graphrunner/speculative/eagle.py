@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from graphrunner.config.model_config import LayerType
 from graphrunner.config.speculative_config import SpeculativeConfig
+from graphrunner.core.draft_tree import DraftTree
+from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.scheduled_batch import RowInit
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
@@ -19,7 +22,8 @@ from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.eagle_draft_cuda_graph_runner import EagleDraftCudaGraphRunner
 from graphrunner.runner.eagle_draft_extend_cuda_graph_runner import EagleDraftExtendCudaGraphRunner
 from graphrunner.runner.eagle_state import EagleState
-from graphrunner.speculative.draft_controller import widths_for
+from graphrunner.runner.eagle_tree_draft_cuda_graph_runner import EagleTreeDraftCudaGraphRunner
+from graphrunner.speculative.draft_controller import widths_of
 from graphrunner.speculative.draft_pick import pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
 from graphrunner.speculative.prompt_round import PromptRound, PromptTokens
@@ -29,8 +33,12 @@ from graphrunner.speculative.shipped_drafts import draft_path, native_target
 
 def create_proposer(config: SpeculativeConfig, target: Target) -> EagleProposer:
     """See `registry.PROPOSERS`."""
-    draft = load_eagle(draft_path(config, target), native_target(config, target))
-    return EagleProposer(draft, widths_for(config.num_speculative_tokens, is_adaptive=config.adaptive))
+    model = native_target(config, target)
+    if config.draft_tree is not None and any(layer is LayerType.SLIDING for layer in model.config.layer_types):
+        problem = "needs a target without sliding windows: a window's border would cut branches at different places"
+        raise ConfigError("speculative_config.speculative_token_tree", config.speculative_token_tree, problem)
+    draft = load_eagle(draft_path(config, target), model)
+    return EagleProposer(draft, widths_of(config), config.draft_tree)
 
 
 class EagleProposer(DeviceProposer):
@@ -39,15 +47,17 @@ class EagleProposer(DeviceProposer):
     Args:
         draft: loaded.
         widths: query lengths of verify steps; each has its own number of drafts.
+        tree: how drafts branch; None for one guess after the other.
     """
 
     name = "eagle"
 
-    def __init__(self, draft: EagleDraft, widths: Sequence[int]) -> None:
+    def __init__(self, draft: EagleDraft, widths: Sequence[int], tree: DraftTree | None = None) -> None:
         self.needs = TargetNeeds(hidden_states=not draft.is_eagle3, aux_layers=draft.aux_layers)
         self.kv_spec = draft.kv_spec
         self.draft = draft
-        self._widths = tuple(widths)
+        self._widths, self._tree = tuple(widths), tree
+        self.is_branching = tree is not None
         self._known = PromptTokens()
 
     def bind(self, context: ProposerContext) -> None:
@@ -73,23 +83,39 @@ class EagleProposer(DeviceProposer):
             max_token_id=target.config.vocab_size - 1,
             is_lazy=context.is_lazy,
         )
-        self._loops = {
-            verify_width - 1: EagleDraftCudaGraphRunner(
-                *parts.of_runner(),
-                step=self._step,
-                state=self._state,
-                num_drafts=verify_width - 1,
-                name=f"eagle_draft_{verify_width - 1}",
-                max_token_id=target.config.vocab_size - 1,
-                is_lazy=context.is_lazy,
-            )
-            for verify_width in self._widths
-        }
+        self._loops = self._make_loops(parts)
         self._is_recorded = parts.is_recorded
 
     def modules(self) -> Sequence[nn.Module]:
         """See `Proposer.modules`."""
         return (self.draft,)
+
+    def _make_loops(self, parts: RunnerParts) -> dict[int, BaseDraftRunner]:
+        """What drafts after the extend, by how many drafts it makes."""
+        max_token_id, is_lazy = self.draft.target.config.vocab_size - 1, self._context.is_lazy
+        if self._tree is not None:
+            runner = EagleTreeDraftCudaGraphRunner(
+                *parts.of_runner(),
+                layer=lambda batch, hidden: self.draft(hidden, batch),
+                branch=self._branch,
+                state=self._state,
+                tree=self._tree,
+                max_token_id=max_token_id,
+                is_lazy=is_lazy,
+            )
+            return {len(self._tree.parents): runner}
+        return {
+            width - 1: EagleDraftCudaGraphRunner(
+                *parts.of_runner(),
+                step=self._step,
+                state=self._state,
+                num_drafts=width - 1,
+                name=f"eagle_draft_{width - 1}",
+                max_token_id=max_token_id,
+                is_lazy=is_lazy,
+            )
+            for width in self._widths
+        }
 
     def runners(self) -> Sequence[BaseGraphRunner]:
         """See `Proposer.runners`."""
@@ -143,4 +169,17 @@ class EagleProposer(DeviceProposer):
             request_rows=request_rows,
             positions=positions + 2,
             variant=variant,
+        )
+
+    def _branch(
+        self, rows: Tensor, request_rows: Tensor, positions: Tensor, count: int, variant: ForwardVariant
+    ) -> Tensor:
+        return pick_drafts(
+            self.draft.head,
+            rows,
+            rows=self._context.sampling_rows,
+            request_rows=request_rows,
+            positions=positions,
+            variant=variant,
+            count=count,
         )

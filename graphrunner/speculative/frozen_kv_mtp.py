@@ -14,7 +14,7 @@ from graphrunner.models.frozen_kv import FrozenKVDraft, load_frozen_kv
 from graphrunner.runner.base_draft_runner import RoundInputs, draft_batch
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPCudaGraphRunner
-from graphrunner.speculative.draft_controller import widths_for
+from graphrunner.speculative.draft_controller import widths_of
 from graphrunner.speculative.draft_pick import pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
 from graphrunner.speculative.prompt_round import PromptRound, PromptTokens
@@ -25,7 +25,7 @@ from graphrunner.speculative.shipped_drafts import draft_path, native_target
 def create_proposer(config: SpeculativeConfig, target: Target) -> FrozenKVProposer:
     """See `registry.PROPOSERS`."""
     draft = load_frozen_kv(draft_path(config, target), native_target(config, target))
-    widths = widths_for(config.num_speculative_tokens, is_adaptive=config.adaptive)
+    widths = widths_of(config)
     return FrozenKVProposer(draft, widths, config.num_speculative_tokens)
 
 

@@ -21,7 +21,7 @@ from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.multi_layer_eagle_draft_extend_cuda_graph_runner import (
     MultiLayerEagleDraftExtendCudaGraphRunner,
 )
-from graphrunner.speculative.draft_controller import widths_for
+from graphrunner.speculative.draft_controller import widths_of
 from graphrunner.speculative.draft_pick import pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
 from graphrunner.speculative.prompt_round import PromptRound, PromptTokens
@@ -36,7 +36,7 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> MTPProposer:
     if draft.num_heads < wanted:
         problem = f"must be at most {draft.num_heads}, the heads of this checkpoint: each drafts one token"
         raise ConfigError("speculative_config.num_speculative_tokens", wanted, problem)
-    return MTPProposer(draft, widths_for(wanted, is_adaptive=config.adaptive))
+    return MTPProposer(draft, widths_of(config))
 
 
 class MTPProposer(DeviceProposer):

@@ -166,11 +166,13 @@ class Proposer(ABC):
         needs: what the target must hand out in every step.
         kv_spec: KV layers of its own; they live in the target's pool, under the same page ids. The scheduler has pages
             ready for the k positions from the newest token on, where there are pages to be had.
+        is_branching: its drafts are the nodes of `speculative_config.draft_tree`.
     """
 
     name: str
     needs: TargetNeeds = TargetNeeds()
     kv_spec: KVSpec = NO_KV
+    is_branching: bool = False
 
     def bind(self, context: ProposerContext) -> None:  # noqa: B027  most host proposers have nothing to build
         """Build runners. Called once, before `capture`."""

@@ -140,12 +140,11 @@ class Speculation:
             return 0
         return min(self._max_drafts, params.num_speculative_tokens or self._max_drafts)
 
-    @staticmethod
-    def _planned(width: int, counts: Sequence[int], token_ids: tuple[Sequence[int], ...]) -> DraftPlan | None:
+    def _planned(self, width: int, counts: Sequence[int], token_ids: tuple[Sequence[int], ...]) -> DraftPlan | None:
         if width == 1:
             return None
         num_drafts = tuple(min(count, width - 1) for count in counts)
-        return DraftPlan(width, num_drafts, tuple(ids[: width - 1] for ids in token_ids))
+        return DraftPlan(width, num_drafts, tuple(ids[: width - 1] for ids in token_ids), self.proposer.is_branching)
 
     def _sound_alarm(self, batch: ScheduledBatch, verified: Sequence[Verified]) -> None:
         """Warn once when drafts cost more time than they save."""

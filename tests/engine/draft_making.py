@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 48, 96, 96, 4, 2, 16
@@ -88,6 +88,15 @@ def eagle1(folder: Path, *, is_right: bool = True) -> Path:
     """EAGLE-1: the target's own head, no norm before the layer."""
     torch.manual_seed(22)
     tensors = {**_block("layers.0.", strength=0.0 if is_right else 1.0), "fc.weight": _first_half(is_right)}
+    return _save(folder, "LlamaForCausalLMEagle", tensors)
+
+
+def eagle1_second_best(folder: Path, target_head: Tensor) -> Path:
+    """An EAGLE-1 draft whose likeliest token is the wrong one of a pair, and its second the right one."""
+    eagle1(folder)
+    partner = torch.arange(VOCAB) ^ 1
+    head = target_head[partner] + 0.99 * target_head
+    tensors = load_file(folder / "model.safetensors") | {"lm_head.weight": head}
     return _save(folder, "LlamaForCausalLMEagle", tensors)
 
 

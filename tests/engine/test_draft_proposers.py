@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_driver import VOCAB_SIZE, generate, greedy, pool_check, prompts_of, tokens
 from fakes.fake_accelerator import MIB, FakeAccelerator, install
+from safetensors.torch import load_file
 
 from graphrunner import LLM, SamplingParams
 from graphrunner.core.errors import ConfigError
@@ -172,11 +173,62 @@ def test_random_requests_get_the_tokens_of_their_seed(engines, draft: str) -> No
         assert rounds_of(llm) == 5, "the same distribution and the same noise: all stand"
 
 
+TREE = "[(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"
+
+
+@pytest.mark.parametrize("target", ["simple", "rich"])
+@pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("graph", ["recording", "full", "off"])
+def test_trees_give_the_same_tokens(engines, plain, target: str, draft: str, graph: str) -> None:
+    tree = {"speculative_token_tree": TREE, "num_speculative_tokens": 7}
+    llm = engines(target, draft, tree, decode_graph=graph, decode_sizes=[1, 2, 4], max_num_batched_tokens=16)
+    prompts = prompts_of([9, 17, 5, 33, 16])
+    assert generate(llm, prompts, greedy(24)) == plain(target, prompts, 24)
+    params = SamplingParams(temperature=0.8, max_tokens=12, seed=5, ignore_eos=True, detokenize=False)
+    assert generate(llm, prompts, params) == generate(engines(target), prompts, params)
+    scored = generate(llm, prompts, greedy(8, logprobs=1))
+    assert scored == plain(target, prompts, 8), "logprobs are of plain steps"
+    pool_check(llm)
+
+
+def test_the_path_may_lead_through_a_second_guess(engines, plain, targets, tmp_path: Path) -> None:
+    head = load_file(targets["simplest"] / "model.safetensors")["lm_head.weight"]
+    folder = draft_making.eagle1_second_best(tmp_path / "second", head)
+    prompt = prompts_of([9])
+    rounds = []
+    for tree in (TREE, "[(0,), (0, 0), (0, 0, 0)]"):
+        llm = engines("simplest", "eagle1", {"model": str(folder), "speculative_token_tree": tree})
+        assert generate(llm, prompt, greedy(13)) == plain("simplest", prompt, 13)
+        rounds.append(rounds_of(llm))
+    assert rounds[0] <= 8 and rounds[1] >= 11, "the tree holds the right guesses of two places, the chain none"
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ("[(0,), (0, 1)]", r"leaves out rank 0"),
+        ("[(0, 0)]", r"has no parent \(0,\)"),
+        ("[(0,), (0,)]", "stands twice"),
+        ("[]", "must be a list of paths"),
+        ("[(0,), 'x']", "must hold ranks"),
+        ("[(0,", "was never closed"),
+        (str([(rank,) for rank in range(8)]), "8 nodes, at most 7"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(engines, tree: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        engines("simple", "eagle1", {"speculative_token_tree": tree})
+
+
 def test_what_cannot_work_is_refused(engines) -> None:
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=3.*at most 2"):
         engines("simple", "mtp-deepseek", {"num_speculative_tokens": 3})
     with pytest.raises(ConfigError, match=r"model=None.*none is shipped for method eagle"):
         engines("simple", "eagle1", {"model": None})
+    with pytest.raises(ConfigError, match="method mtp makes no trees"):
+        engines("simple", "mtp-deepseek", {"speculative_token_tree": TREE})
+    with pytest.raises(ConfigError, match="the tree has 7 drafts"):
+        engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 5})
     with pytest.raises(ConfigError, match="only native models hand out"):
         engines("simple", "eagle1", model_impl="transformers")
 

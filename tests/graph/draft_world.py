@@ -45,9 +45,16 @@ class DraftWorld:
         sizes: Sequence[int] = (1, 2, 4),
         is_lazy: bool = False,
         num_drafts: int = NUM_DRAFTS,
+        tree: str | None = None,
     ) -> None:
         device = model.options.device
-        config = SpeculativeConfig(method=method, model=str(folder), num_speculative_tokens=num_drafts, adaptive=False)
+        config = SpeculativeConfig(
+            method=method,
+            model=str(folder),
+            num_speculative_tokens=num_drafts,
+            adaptive=False,
+            speculative_token_tree=tree,
+        )
         source = ModelSource("target", SourceKind.DUMMY, folder)
         proposer = create_proposer(config, Target(model, source, MAX_SEQ_LEN, MAX_REQS))
         assert isinstance(proposer, DeviceProposer)

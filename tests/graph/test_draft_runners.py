@@ -25,10 +25,12 @@ METHODS = {
     "eagle3": ("eagle", draft_making.eagle3),
     "eagle1": ("eagle", lambda folder: draft_making.eagle1(folder, is_right=False)),
     "mtp": ("mtp", lambda folder: draft_making.mtp(folder, num_heads=3, is_right=False)),
+    "tree": ("eagle", draft_making.eagle3),
     "frozen": ("frozen_kv_mtp", lambda folder: draft_making.frozen_kv(folder, is_right=False)),
 }
 BACKENDS = [GraphBackend.RECORDING, GraphBackend.FULL, GraphBackend.BREAKABLE]
 GARBAGE = 7  # a valid row and slot: what is left over is read without a crash, and shows
+TREE = "[(0,), (1,), (0, 0)]"
 RANDOM = {"need": SamplingNeed.RANDOM}
 
 
@@ -54,6 +56,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(kind: str, model: CausalLM, folders: dict[str, Path]):
     def make(backend: GraphBackend | None = GraphBackend.RECORDING, **options) -> DraftWorld:
+        options |= {"tree": TREE} if kind == "tree" else {}
         return DraftWorld(METHODS[kind][0], model, folders[kind], backend=backend, **options).capture()
 
     return make

@@ -1,0 +1,131 @@
+"""A round's tree of drafts, sampling included, in one recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphrunner.core.draft_tree import DraftTree
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.execution.backend import ExecutionBackend
+from graphrunner.runner.base_draft_runner import BaseDraftRunner
+from graphrunner.runner.eagle_state import EagleState
+from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.runner_context import RunnerContext
+
+LayerForward = Callable[[ForwardBatch, torch.Tensor], torch.Tensor]
+"""(batch of the same number of tokens in each request, hidden [T, C]) -> hidden [T, C]."""
+
+Branch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, ForwardVariant], torch.Tensor]
+"""(hidden rows [N, C], request_rows int32 [N], positions of the drafted tokens int64 [N], how many, variant) -> the
+likeliest tokens of each row, int32 [N, how many], likeliest first."""
+
+
+class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
+    """Takes a decode batch, as `EagleDraftCudaGraphRunner`; drafts level by level.
+
+    Every level runs the draft over all nodes so far, each of which sees those it follows: the few that are computed
+    again cost less than a kernel that could look them up.
+
+    Args:
+        layer: the draft over a step.
+        branch: picks the children of nodes.
+        state: where the extend left hidden rows.
+    """
+
+    def __init__(
+        self,
+        context: RunnerContext,
+        backend: ExecutionBackend,
+        account: GraphAccount,
+        sizes: Sequence[int],
+        *,
+        layer: LayerForward,
+        branch: Branch,
+        state: EagleState,
+        tree: DraftTree,
+        max_token_id: int,
+        name: str = "eagle_tree_draft_cuda_graph_runner",
+        is_lazy: bool = False,
+        is_poisoning: bool = False,
+    ) -> None:
+        # Leaves are drafted, never computed.
+        num_computed = max(1, len(tree.parents) - len(tree.level(tree.num_levels)))
+        super().__init__(
+            context,
+            backend,
+            account,
+            sizes,
+            widths=(1,),
+            width_inside=num_computed,
+            name=name,
+            max_token_id=max_token_id,
+            is_lazy=is_lazy,
+            is_poisoning=is_poisoning,
+        )
+        self._layer, self._branch, self.state, self._tree = layer, branch, state, tree
+        device = context.device
+        self._offsets = torch.tensor(tree.depths[1 : num_computed + 1], device=device) - 1
+        seen = torch.tensor([row[1 : num_computed + 1] for row in tree.sees()[1 : num_computed + 1]], device=device)
+        self._mask = seen.to(torch.uint8).expand(self.max_reqs, -1, -1)
+
+    def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
+        """Draft, level by level. In graph."""
+        tree, num_reqs = self._tree, views.num_reqs
+        newest = self.context.table.num_computed.index_select(0, views.request_rows)
+        hidden = {0: self.state.hidden[:num_reqs].clone()}
+        tokens: dict[int, torch.Tensor] = {}
+        for depth in range(1, tree.num_levels + 1):
+            for parent in tree.level(depth - 1):
+                nodes = tree.children(parent)
+                if nodes:
+                    picked = self._branch(hidden[parent], views.request_rows, newest + depth, len(nodes), variant)
+                    tokens |= {node: picked[:, rank] for rank, node in enumerate(nodes)}
+            if depth < tree.num_levels:
+                self._compute(views, newest, tree.level(depth).stop - 1, hidden, tokens)
+        drafts = [tokens[node] for node in range(1, tree.num_tokens)]
+        self.store_drafts(views.request_rows, drafts)
+        return ModelOutput(token_ids=drafts[0].clone())
+
+    def _compute(
+        self,
+        views: ForwardBatch,
+        newest: torch.Tensor,
+        num_nodes: int,
+        hidden: dict[int, torch.Tensor],
+        tokens: dict[int, torch.Tensor],
+    ) -> None:
+        """Run the draft over the first nodes; fills in what each leaves."""
+        step = self._first_nodes(views, num_nodes)
+        nodes = range(1, num_nodes + 1)
+        self.place_step(step, torch.stack([tokens[node] for node in nodes], dim=1).flatten(), 0)
+        step.positions.copy_((newest.unsqueeze(1) + self._offsets[:num_nodes]).flatten())
+        inputs = torch.stack([hidden[self._tree.parents[node - 1]] for node in nodes], dim=1)
+        outputs = self._layer(step, inputs.flatten(0, 1)).view(views.num_reqs, num_nodes, -1)
+        hidden.update({node: outputs[:, node - 1] for node in nodes})
+
+    def _first_nodes(self, views: ForwardBatch, num_nodes: int) -> ForwardBatch:
+        """Views of a step of that many tokens a request, over the same buffers."""
+        num_reqs, num_tokens = views.num_reqs, views.num_reqs * num_nodes
+        step = replace(
+            views,
+            mode=ForwardMode.VERIFY if num_nodes > 1 else ForwardMode.DECODE,
+            input_ids=views.input_ids[:num_tokens],
+            positions=views.positions[:num_tokens],
+            slot_mapping=views.slot_mapping[:num_tokens],
+            query_start_loc=self._starts[: num_reqs + 1] * num_nodes,
+            num_tokens=num_tokens,
+            max_query_len=num_nodes,
+            tree_mask=self._mask[:num_reqs, :num_nodes, :num_nodes].contiguous() if num_nodes > 1 else None,
+        )
+        return with_metadata(step)
+
+    def poison_inputs(self, value: int) -> None:
+        """See `BaseDraftRunner.poison_inputs`."""
+        self.state.hidden.fill_(float("nan"))
+        self.state.token_ids.fill_(value)

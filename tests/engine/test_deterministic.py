@@ -60,7 +60,7 @@ def alone(make_llm: Make) -> Callable[[str], dict[int, list[object]]]:
 @pytest.mark.parametrize("options", CASES)
 def test_the_same_bits_alone_and_in_any_batch(make_llm: Make, alone, options: dict[str, object]) -> None:
     expected = alone(options["device"])
-    for chunk, seed in ((16, 1), (40, 2), (2048, 3)):
+    for chunk, seed in ((16, 1), (40, 2)):
         llm = make_llm(deterministic=True, max_num_seqs=6, max_num_batched_tokens=chunk, **options)
         order = list(range(len(LENGTHS)))
         random.Random(seed).shuffle(order)

@@ -9,7 +9,7 @@ from graphrunner.kernels.cpu import invariant_ops
 from graphrunner.kernels.packed_weight import Weight, dense_weight, dequantize
 from graphrunner.weights.quantize import quantize
 
-COUNTS = [1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33]
+COUNTS = [2, 5, 8, 16, 17, 33]
 
 
 def weight_of(kind: str, num_outputs: int, num_inputs: int) -> Weight:
@@ -19,10 +19,16 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> Weight:
     return dense_weight(dense.to(torch.bfloat16 if kind == "bf16" else torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
-@pytest.mark.parametrize("width", [48, 100])
-def test_a_row_has_the_same_bits_in_every_batch(kind: str, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "width"),
+    [
+        ("f32", torch.float32, 100),
+        ("bf16", torch.float32, 48),
+        ("int8", torch.float32, 48),
+        ("bf16", torch.bfloat16, 48),
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_batch(kind: str, dtype: torch.dtype, width: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(33, width, generator=generator).to(dtype)
     residual = torch.randn(33, 70, generator=generator).to(dtype)

@@ -210,6 +210,8 @@ class RunnerParts:
 
     def _decode_variants(self) -> tuple[ForwardVariant, ...]:
         """What is recorded of decode and verify steps."""
+        if self.device.type == "cuda" and self.config.graph.decode_graph is GraphBackend.PIECEWISE:
+            return (ForwardVariant.LOGITS,)  # what picks tokens there are kernels that cannot be traced
         if self.device.type == "cpu" and self.config.graph.decode_graph not in (
             GraphBackend.AUTO,
             GraphBackend.RECORDING,

@@ -53,10 +53,12 @@ class ExecutionBackend(ABC):
         name: as users write it.
         has_eager_breaks: attention runs in Python at every replay and reads `current_batch()`: the runner must have
             the step's batch active, with metadata of this step.
+        is_traced: what is recorded are torch's operators, so a forward must be made of them and of nothing else.
     """
 
     name: str
     has_eager_breaks: bool = False
+    is_traced: bool = False
 
     @abstractmethod
     def capture_session(self, stream: Stream | None = None) -> AbstractContextManager[None]:

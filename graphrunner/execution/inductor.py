@@ -41,6 +41,7 @@ class InductorBackend(ExecutionBackend):
     """
 
     name = "inductor"
+    is_traced = True
 
     def __init__(self, folder: Path | None = None) -> None:
         self.cache = ArtifactCache(folder)

@@ -2,7 +2,7 @@
 
 For models in plain torch operators (the transformers fallback, for one), whose many small operators the compiler joins.
 Equal layers are one compilation, and artefacts are kept on disk. Kernels that are not torch operators cannot be traced:
-such a forward fails its check at capture and is served eagerly.
+such a forward (a native model on CUDA) fails its check at capture, is reported and served eagerly.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class PiecewiseBackend(ExecutionBackend):
 
     name = "piecewise"
     has_eager_breaks = True
+    is_traced = True
 
     def __init__(self, device: Device, pool: GraphPool | None = None) -> None:
         self._device = device

@@ -83,8 +83,10 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         self._derived = make_derived(largest * query_width, largest, device, query_width)
         tree = context.draft_tree if query_width > 1 else None
         self._tree = None if tree is None else TreeStep(tree, largest, device)
-        self._gather, self._advance = gather_for(device), advance_for(device, largest)
-        self._advance_accepted = advance_accepted_for(device, largest, query_width)
+        traced = backend.is_traced
+        self._gather = gather_for(device, is_traced=traced)
+        self._advance = advance_for(device, largest, is_traced=traced)
+        self._advance_accepted = advance_accepted_for(device, largest, query_width, is_traced=traced)
         self._held: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # rows and draft counts in the buffers
         account.limits(name, f"largest captured size {largest}, max_num_seqs {context.table.max_num_seqs}")
 

@@ -135,19 +135,26 @@ def advance_accepted(
     table.store_accepted(request_rows, token_ids, num_new)
 
 
-def advance_accepted_for(device: torch.device, max_reqs: int, width: int) -> AdvanceAccepted:
-    """The fastest `advance_accepted` of a device, for up to `max_reqs` requests of `width` tokens."""
-    return _cuda_advance_accepted(device, max_reqs, width) if device.type == "cuda" else advance_accepted
+def advance_accepted_for(
+    device: torch.device, max_reqs: int, width: int, *, is_traced: bool = False
+) -> AdvanceAccepted:
+    """The fastest `advance_accepted` of a device, for up to `max_reqs` requests of `width` tokens.
+
+    Args:
+        is_traced: it must be made of torch's own operators; so in the two below.
+    """
+    has_kernel = device.type == "cuda" and not is_traced
+    return _cuda_advance_accepted(device, max_reqs, width) if has_kernel else advance_accepted
 
 
-def advance_for(device: torch.device, max_reqs: int) -> Advance:
+def advance_for(device: torch.device, max_reqs: int, *, is_traced: bool = False) -> Advance:
     """The fastest `advance` of a device, for up to `max_reqs` requests."""
-    return _cuda_advance(device, max_reqs) if device.type == "cuda" else advance
+    return _cuda_advance(device, max_reqs) if device.type == "cuda" and not is_traced else advance
 
 
-def gather_for(device: torch.device) -> GatherUniform:
+def gather_for(device: torch.device, *, is_traced: bool = False) -> GatherUniform:
     """The fastest `gather_uniform` of a device."""
-    return _cuda_gather() if device.type == "cuda" else gather_uniform
+    return _cuda_gather() if device.type == "cuda" and not is_traced else gather_uniform
 
 
 @cache

@@ -162,6 +162,16 @@ def test_new_steps_arrive(open_page: Any, server: RunningServer) -> None:
     until(page, f"steps[steps.length - 1].id >= {last + 13}")
 
 
+def test_another_engine_starts_anew(open_page: Any, server: RunningServer) -> None:
+    """Behind the same front a new core counts steps and tokens from 0."""
+    page = open_page(server.url)
+    page.wait_for_selector("#strip i")
+    page.evaluate("clearTimeout(timer); seen = { at: 0, tokens: 5 }; takeRate({ num_output_tokens: 0 })")
+    assert page.evaluate("steps.length") == 0
+    page.evaluate("poll()")
+    until(page, "steps.length > 100")
+
+
 def test_phone(open_page: Any, server: RunningServer) -> None:
     page = open_page(server.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     page.wait_for_selector("#state[data-state=ready]")

@@ -27,6 +27,7 @@ class CheckpointQuantization:
         packing: of the projections that are packed.
         block: output rows and inputs that share an fp8 scale; None for a scale per matrix or row.
         group_size: inputs that share an int4 scale; 0 is all.
+        zero_offset: what a stored int4 zero lacks (GPTQ's first format keeps it less one).
         ignored: modules left alone: whole names, leading or trailing parts of names, or "re:" and an expression.
     """
 
@@ -34,6 +35,7 @@ class CheckpointQuantization:
     packing: Quantization
     block: tuple[int, int] | None = None
     group_size: int = 0
+    zero_offset: int = 0
     ignored: tuple[str, ...] = ()
 
     def is_ignored(self, module: str) -> bool:
@@ -70,9 +72,11 @@ def checkpoint_quantization(hf: Mapping[str, object]) -> CheckpointQuantization 
         return CheckpointQuantization(method, Quantization.FP8, ignored=_names(section, "modules_to_not_convert"))
     if method == "compressed-tensors":
         return _compressed(section)
+    if method in ("gptq", "awq"):
+        return _int4_by_columns(method, section)
     raise ModelLoadError(
-        f"quantization_config.quant_method={method!r} is not supported: use fp8, fbgemm_fp8, compressed-tensors, an "
-        "unquantized checkpoint or a GGUF file"
+        f"quantization_config.quant_method={method!r} is not supported: use fp8, fbgemm_fp8, compressed-tensors, gptq, "
+        "awq, an unquantized checkpoint or a GGUF file"
     )
 
 
@@ -85,6 +89,22 @@ def _fp8(section: Mapping[str, object]) -> CheckpointQuantization:
     if block is None:
         return CheckpointQuantization("fp8", Quantization.FP8, ignored=ignored)
     return CheckpointQuantization("fp8", Quantization.FP8_BLOCK, _block(block, "weight_block_size"), ignored=ignored)
+
+
+def _int4_by_columns(method: str, section: Mapping[str, object]) -> CheckpointQuantization:
+    """GPTQ and AWQ: both pack down the inputs, with a scale and a zero a group."""
+    if section.get("bits") != 4:
+        raise _bad("bits", section.get("bits"), "must be 4")
+    group_size = section.get("group_size")
+    if not isinstance(group_size, int) or (group_size != -1 and (group_size < 2 or group_size % 2)):
+        raise _bad("group_size", group_size, "must be -1 or an even number above 0")
+    form, known = ("checkpoint_format", ("gptq", "gptq_v2")) if method == "gptq" else ("version", ("gemm", "GEMM"))
+    value = section.get(form, known[0])
+    if value not in known:
+        raise _bad(form, value, f"must be {known[0]}")
+    ignored = _names(section, "modules_to_not_convert") + (() if section.get("lm_head") else ("lm_head",))
+    zero_offset = 1 if value == "gptq" else 0
+    return CheckpointQuantization(method, Quantization.INT4, None, max(group_size, 0), zero_offset, ignored)
 
 
 def _compressed(section: Mapping[str, object]) -> CheckpointQuantization:
@@ -112,7 +132,7 @@ def _compressed(section: Mapping[str, object]) -> CheckpointQuantization:
         raise _bad("weights.strategy", strategy, f"is not supported with {num_bits}-bit {kind} weights")
     if weights.get("actorder") in ("group", True):
         raise _bad("weights.actorder", weights.get("actorder"), "is not supported")
-    return CheckpointQuantization("compressed-tensors", packing, None, group_size, ignored)
+    return CheckpointQuantization("compressed-tensors", packing, None, group_size, ignored=ignored)
 
 
 def _block(value: object, name: str) -> tuple[int, int]:

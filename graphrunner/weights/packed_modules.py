@@ -14,9 +14,11 @@ from graphrunner.core.errors import ModelLoadError
 from graphrunner.kernels.packed_weight import Weight, WeightLayout, pack_int4
 from graphrunner.weights.safetensors_reader import SafetensorsEntry
 
-_DATA = ("weight", "weight_packed")
-_SCALES = ("weight_scale_inv", "weight_scale")
-_ZERO = "weight_zero_point"
+_DATA = ("weight", "weight_packed", "qweight")
+_SCALES = ("weight_scale_inv", "weight_scale", "scales")
+_ZEROS = ("weight_zero_point", "qzeros")
+_ORDER = "g_idx"
+_BY_COLUMNS = ("gptq", "awq")  # methods that pack [K, N]
 # Of activations, which are rounded at run time from what they are, or what the config says already.
 _UNUSED = ("input_scale", "input_scale_inv", "input_zero_point", "input_scale_ub", "output_scale", "weight_shape")
 _PACKED_DTYPES = {
@@ -26,6 +28,7 @@ _PACKED_DTYPES = {
     Quantization.INT4: "I32",
 }
 _NIBBLES_PER_WORD = 8
+_AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ each of eight columns is
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ def split_packed(
             continue
         if part == "weight_g_idx":
             raise ModelLoadError(f"tensor {name}: weights in another order than their inputs are not supported")
-        is_packed = part in (*_SCALES, _ZERO, "weight_packed") or (
+        is_packed = part in (*_SCALES, *_ZEROS, *_DATA[1:], _ORDER) or (
             part == "weight" and entry.dtype == _PACKED_DTYPES[quantization.packing]
         )
         if is_packed:
@@ -95,6 +98,10 @@ def shape_of(module: PackedModule, quantization: CheckpointQuantization) -> tupl
     """(N, K) of a module's weight, however it is packed."""
     data = module.part(*_DATA)
     assert data is not None
+    if quantization.method in _BY_COLUMNS and len(data.shape) == 2:
+        rows, columns = data.shape
+        is_gptq = quantization.method == "gptq"
+        return (columns, rows * _NIBBLES_PER_WORD) if is_gptq else (columns * _NIBBLES_PER_WORD, rows)
     if quantization.packing is Quantization.INT4 and len(data.shape) == 2:
         return data.shape[0], data.shape[1] * _NIBBLES_PER_WORD
     return data.shape
@@ -107,6 +114,13 @@ def _scale_shapes(shape: tuple[int, ...], quantization: CheckpointQuantization) 
     if quantization.block is not None:
         rows, columns = quantization.block
         return [(-(-num_rows // rows), -(-width // columns))]
+    if quantization.method in _BY_COLUMNS:
+        if width % (quantization.group_size or width):
+            raise ModelLoadError(
+                f"model config: quantization_config.group_size={quantization.group_size} does not divide a projection "
+                f"of {width} inputs"
+            )
+        return [(width // (quantization.group_size or width), num_rows)]
     if quantization.group_size:
         if width % quantization.group_size:
             raise ModelLoadError(
@@ -125,11 +139,16 @@ def assemble(
     Args:
         parts: by the last part of their names.
         device: where it goes.
+
+    Raises:
+        ModelLoadError: inputs are in another order than their groups.
     """
+    if quantization.method in _BY_COLUMNS:
+        return _int4_by_columns(module.name, {name: one.to(device) for name, one in parts.items()}, quantization)
     data = next(parts[name] for name in _DATA if name in parts).to(device)
     scale = next(parts[name] for name in _SCALES if name in parts).to(device)
     if quantization.packing is Quantization.INT4:
-        return _int4(data, scale, parts.get(_ZERO), quantization.group_size)
+        return _int4(data, scale, parts.get(_ZEROS[0]), quantization.group_size)
     if quantization.block is not None:
         rows, columns = quantization.block
         return Weight(WeightLayout.FP8, data, scale.float().contiguous(), group_size=columns, row_block=rows)
@@ -152,6 +171,36 @@ def _int4(words: Tensor, scale: Tensor, zero_words: Tensor | None, group_size: i
         zero = _nibbles(zero_words.to(scale.device).t().contiguous())[:, :num_rows].t().contiguous()
     group_size = group_size or width
     return Weight(WeightLayout.INT4, pack_int4(numbers, group_size), scale, zero, group_size)
+
+
+def _int4_by_columns(name: str, parts: Mapping[str, Tensor], quantization: CheckpointQuantization) -> Weight:
+    """Matrices that lie as [K, N]: scales and zeros [groups, N].
+
+    Source: the files that AutoGPTQ and AutoAWQ write.
+    """
+    words, zero_words, scale = parts["qweight"], parts.get("qzeros"), parts["scales"].t().contiguous()
+    if quantization.method == "gptq":
+        numbers = _nibbles(words.t())
+        zeros = None if zero_words is None else _nibbles(zero_words)
+    else:
+        numbers = _awq_nibbles(words).t()
+        zeros = None if zero_words is None else _awq_nibbles(zero_words)
+    width = numbers.shape[1]
+    group_size = quantization.group_size or width
+    order = parts.get(_ORDER)
+    if order is not None and order.numel():
+        expected = torch.arange(width, device=order.device) // group_size
+        if not torch.equal(order.long(), expected):
+            raise ModelLoadError(f"tensor {name}.g_idx: weights in another order than their inputs are not supported")
+    zero = torch.full_like(scale, 8, dtype=torch.uint8) if zeros is None else zeros.t() + quantization.zero_offset
+    data = pack_int4(numbers.contiguous(), group_size)
+    return Weight(WeightLayout.INT4, data, scale, zero.contiguous(), group_size)
+
+
+def _awq_nibbles(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, 8 n], columns in order."""
+    nibbles = _nibbles(words).view(words.shape[0], -1, _NIBBLES_PER_WORD)
+    return nibbles[..., list(_AWQ_COLUMNS)].reshape(words.shape[0], -1)
 
 
 def _nibbles(words: Tensor) -> Tensor:

@@ -94,6 +94,43 @@ def int4_group(weight: Tensor, is_symmetric: bool = True, size: int = 32) -> Wri
     return tensors, restored
 
 
+def _asymmetric(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers [N, K], zeros and scales [N, groups], and what they mean."""
+    groups = weight.view(weight.shape[0], -1, size)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(1, 15)
+    numbers = (groups / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, 15)
+    meaning = ((numbers - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).view_as(weight)
+    return numbers.view_as(weight), zero, scale, meaning
+
+
+def gptq(weight: Tensor, size: int = 32) -> Written:
+    """Words down the inputs, zeros along the outputs and less one."""
+    numbers, zero, scale, meaning = _asymmetric(weight, size)
+    tensors = {
+        "qweight": _words(numbers).t(),
+        "qzeros": _words(zero.t() - 1),
+        "scales": scale.t().half(),
+        "g_idx": (torch.arange(weight.shape[1]) // size).int(),
+    }
+    return tensors, meaning
+
+
+def awq(weight: Tensor, size: int = 32) -> Written:
+    """Words along the outputs, whose eight columns are taken even ones first."""
+    numbers, zero, scale, meaning = _asymmetric(weight, size)
+
+    def pack(matrix: Tensor) -> Tensor:
+        return _words(matrix.view(matrix.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1))
+
+    return {
+        "qweight": pack(numbers.t().contiguous()),
+        "qzeros": pack(zero.t().contiguous()),
+        "scales": scale.t().half(),
+    }, meaning
+
+
 def _compressed(fmt: str, weights: dict[str, object]) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
@@ -134,6 +171,8 @@ LAYOUTS = {
         _compressed("float-quantized", _FP8 | {"strategy": "block", "block_structure": [128, 128]}),
         lambda weight: fp8_block(weight, "weight_scale"),
     ),
+    "gptq": Layout({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}, gptq),
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
     "ct-int8": Layout(
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}), int8_channel
     ),

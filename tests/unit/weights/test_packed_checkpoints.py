@@ -64,7 +64,7 @@ def test_a_loaded_model_multiplies_by_those_numbers(tmp_path, layout):
         torch.testing.assert_close(layer.down_proj(x, residual.clone()), residual + x @ down.T, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["fp8-block", "ct-int4", "ct-fp8-channel", "ct-int8"])
+@pytest.mark.parametrize("layout", ["fp8-block", "ct-int4", "ct-fp8-channel", "ct-int8", "awq"])
 def test_random_weights_come_in_the_layout_of_the_config(tmp_path, layout):
     (tmp_path / "real").mkdir()
     write_packed(tmp_path / "real", LAYOUTS[layout])
@@ -157,6 +157,13 @@ def test_other_numbers_than_the_config_says(tmp_path):
     assert "weight_g_idx: weights in another order" in said
 
 
+def test_gptq_inputs_in_another_order(tmp_path):
+    said = broken(tmp_path, LAYOUTS["gptq"], g_idx=torch.arange(160, dtype=torch.int32).flip(0) // 32)
+    assert "down_proj.g_idx: weights in another order than their inputs" in said
+    said = broken(tmp_path, LAYOUTS["awq"], scales=torch.ones(4, 64))
+    assert "down_proj.scales has shape [4, 64], expected [5, 64]" in said
+
+
 def test_a_group_that_does_not_divide_is_named(tmp_path):
     section = json.loads(json.dumps(LAYOUTS["ct-int4"].section))
     section["config_groups"]["group_0"]["weights"]["group_size"] = 48
@@ -169,7 +176,10 @@ def test_a_group_that_does_not_divide_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq' is not supported"),
+        ({"quant_method": "hqq"}, "quant_method='hqq' is not supported"),
+        ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits=3 must be 4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 7}, "group_size=7 must be -1 or an even number"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "version='gemv' must be gemm"),
         ({"fmt": "e5m2"}, "quantization_config.fmt='e5m2' must be e4m3"),
         ({"weight_block_size": [128]}, "quantization_config.weight_block_size=[128] must be two positive numbers"),
         ({"weight_block_size": [0, 128]}, "weight_block_size=[0, 128] must be"),

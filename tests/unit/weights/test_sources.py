@@ -126,7 +126,7 @@ def test_incomplete_or_misshapen_checkpoints(folder: Path) -> None:
     [
         ({"architectures": ["Mystery"], "model_type": "mystery"}, "unknown architecture"),
         ({"architectures": ["BertForMaskedLM"], "model_type": "vit"}, "not a causal language model"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ],
 )

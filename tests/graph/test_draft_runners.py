@@ -28,7 +28,15 @@ METHODS = {
     "tree": ("eagle", draft_making.eagle3),
     "frozen": ("frozen_kv_mtp", lambda folder: draft_making.frozen_kv(folder, is_right=False)),
 }
-BACKENDS = [GraphBackend.RECORDING, GraphBackend.FULL, GraphBackend.BREAKABLE]
+RECORDED = [
+    *((kind, GraphBackend.RECORDING) for kind in METHODS),
+    ("eagle3", GraphBackend.FULL),
+    ("mtp", GraphBackend.FULL),
+    ("tree", GraphBackend.FULL),
+    ("frozen", GraphBackend.FULL),
+    ("eagle1", GraphBackend.BREAKABLE),
+    ("tree", GraphBackend.BREAKABLE),
+]
 GARBAGE = 7  # a valid row and slot: what is left over is read without a crash, and shows
 TREE = "[(0,), (1,), (0, 0)]"
 RANDOM = {"need": SamplingNeed.RANDOM}
@@ -72,7 +80,7 @@ def alone(make):
     return run
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.value)
+@pytest.mark.parametrize(("kind", "backend"), RECORDED, ids=lambda one: getattr(one, "value", one))
 def test_every_size_poisoned(make, alone, backend: GraphBackend) -> None:
     rows = list(range(1, MAX_REQS + 1))
     expected = {0: alone(rows), 1: alone(rows, **RANDOM)}
@@ -86,7 +94,7 @@ def test_every_size_poisoned(make, alone, backend: GraphBackend) -> None:
     assert set(reasons) == {GraphMissReason.NUM_REQS.name}
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.value)
+@pytest.mark.parametrize(("kind", "backend"), RECORDED, ids=lambda one: getattr(one, "value", one))
 def test_interleaved_widths_and_batches(make, alone, backend: GraphBackend) -> None:
     wide, narrow = alone([2, 5, 6]), alone([4], width=1)
     world = make(backend)

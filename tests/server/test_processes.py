@@ -171,6 +171,27 @@ def test_a_killed_core_comes_back_when_asked(start: Callable[..., Front]) -> Non
     front.check_nothing_left(first, second)
 
 
+def test_steps_of_a_new_core_are_not_mixed_with_the_old_ones(start: Callable[..., Front]) -> None:
+    front = start("--restart-engine", "--num-steps", "40")
+    front.wait_ready()
+
+    def shown(http: httpx.Client) -> list[int]:
+        return [step["id"] for step in http.get("/debug/steps").json()["steps"]]
+
+    with front.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        until(lambda: len(shown(http)) == 45, "the steps of the first core are there")
+        first = front.core_pid()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: http.get("/health").status_code == 503, "it is gone")
+        until(lambda: http.get("/health").status_code == 200, "another is ready")
+        until(lambda: shown(http) == list(range(40)), "only the steps of the new core are there")
+    second = front.core_pid()
+    front.process.send_signal(signal.SIGTERM)
+    assert front.end() == 0
+    front.check_nothing_left(first, second)
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_killed_front_takes_its_core_along(start: Callable[..., Front], is_busy: bool) -> None:
     front = start()

@@ -386,6 +386,7 @@ class AsyncEngine:
         core, link = self._core, self._link
         self._health = Health(HealthState.STARTING, reason)
         self._stats = EngineStats()
+        self._steps.clear()  # the next core counts its steps from 0
         self._core = self._link = None
         self._keep(self._replace_core(core, link))
 

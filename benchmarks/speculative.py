@@ -13,6 +13,7 @@ the wait for the device's tokens, a median over the rounds of the timed run.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -63,23 +64,23 @@ def text_part(model: str | None, methods: Sequence[str], device: str, num_tokens
     """A row for each method and kind of prompt."""
     from graphrunner.core.errors import ConfigError, ModelLoadError
 
-    options: dict[str, object] = {"device": device, "max_model_len": 2048, "max_num_seqs": 4, "capture": "lazy"}
+    options: dict[str, object] = {
+        "device": device, "max_model_len": 2048, "max_num_seqs": 4, "capture": "lazy", "num_pages": 4 * 128 + 1,
+    }  # fmt: skip
     rows: list[dict[str, object]] = []
     plain = {}
     for method in ("plain", *methods):
         config = None if method == "plain" else {"method": method, "num_speculative_tokens": NUM_DRAFTS}
         try:
-            llm = _llm(model, speculative_config=config, **options)
+            with _llm(model, speculative_config=config, **options) as llm:
+                made = [_text_row(llm, method, kind, prompts, num_tokens) for kind, prompts in PROMPTS.items()]
         except (ConfigError, ModelLoadError) as error:
             print(f"{method} is not run: {error}")
             continue
-        with llm:
-            for kind, prompts in PROMPTS.items():
-                row = _text_row(llm, method, kind, prompts, num_tokens)
-                if method == "plain":
-                    plain[kind] = row
-                else:
-                    rows.append(_compared(row, plain[kind]))
+        if method == "plain":
+            plain = {row["kind"]: row for row in made}
+        else:
+            rows += [_compared(row, plain[row["kind"]]) for row in made]
     return rows
 
 
@@ -126,9 +127,9 @@ def shape_part(device: str, num_tokens: int) -> dict[str, object]:
     options: dict[str, object] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "device": device, "max_model_len": 512 if is_gpu else 256,
         "max_num_seqs": batches[-1], "decode_sizes": batches, "enable_prefix_caching": False, "capture": "lazy",
-        "num_threads": None if is_gpu else 1,
+        "num_threads": None if is_gpu else 1, "num_pages": batches[-1] * 32 + 1,
     }  # fmt: skip
-    num_tokens = num_tokens if is_gpu else 64
+    num_tokens = num_tokens if is_gpu else min(num_tokens, 64)
     rows: dict[int, dict[str, object]] = {batch: {"batch": batch} for batch in batches}
     with tempfile.TemporaryDirectory() as name:
         target = write_config_folder(shape, Path(name) / "target")
@@ -142,13 +143,13 @@ def shape_part(device: str, num_tokens: int) -> dict[str, object]:
                 rows[batch]["plain_tokens_per_s"] = _batch_speed(llm, batch, num_tokens)[0]
         with _llm(str(target), speculative_config=config, **options) as llm:
             for batch in batches:
-                rows[batch] |= _speculating_row(llm, batch, num_tokens)
+                rows[batch] |= _speculating_row(llm, batch, num_tokens, is_gpu)
     for row in rows.values():
         row["speedup"] = row["tokens_per_s"] / row["plain_tokens_per_s"]  # type: ignore[operator]
     return {"acceptance": stand_in_proposer.ACCEPTANCE, "is_8b": is_gpu, "rows": list(rows.values())}
 
 
-def _speculating_row(llm, batch: int, num_tokens: int) -> dict[str, object]:
+def _speculating_row(llm, batch: int, num_tokens: int, is_gpu: bool) -> dict[str, object]:
     with _timed_rounds(llm) as rounds:
         speed, outputs, steps = _batch_speed(llm, batch, num_tokens)
     stats = [output.outputs[0].speculation for output in outputs if output.outputs[0].speculation is not None]
@@ -162,7 +163,8 @@ def _speculating_row(llm, batch: int, num_tokens: int) -> dict[str, object]:
         "mean_accepted_length": _mean_accepted(stats),
         "acceptance_by_position": _by_position(stats),
         "widths": dict(sorted(widths.items())),
-        "host_us": 1e6 * statistics.median(rounds) if rounds else 0.0,
+        # On a CPU the model itself runs on the host, so there is nothing to tell apart.
+        "host_us": 1e6 * statistics.median(rounds) if rounds and is_gpu else None,
     }
 
 
@@ -231,10 +233,22 @@ def _by_position(stats: Sequence) -> list[float]:
     return shares
 
 
-def _llm(model: str | None, **options: object):
+@contextmanager
+def _llm(model: str | None, **options: object) -> Iterator:
+    """An `LLM`, and its memory given back after it. Pages are counted, so that two of them fit beside each other."""
+    import torch
+
     from graphrunner import LLM
 
-    return LLM(model, **options)
+    llm = LLM(model, **options)
+    try:
+        yield llm
+    finally:
+        llm.close()
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _device_name(device: str) -> str:

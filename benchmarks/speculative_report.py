@@ -32,9 +32,10 @@ def table(result: dict) -> Iterator[str]:
         yield "|---|---|---|---|---|---|---|"
         for row in shape["rows"]:
             widths = ", ".join(f"{width}: {count}" for width, count in row["widths"].items())
+            host_us = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
             yield (
                 f"| {row['batch']} | {row['tokens_per_s']:.0f} | {row['plain_tokens_per_s']:.0f} "
-                f"| {row['speedup']:.2f} | {row['mean_accepted_length']:.2f} | {widths} | {row['host_us']:.0f} |"
+                f"| {row['speedup']:.2f} | {row['mean_accepted_length']:.2f} | {widths} | {host_us} |"
             )
 
 

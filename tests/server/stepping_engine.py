@@ -13,7 +13,10 @@ NUM_SHOWN_STEPS = 300
 
 
 class SteppingEngine(FakeEngine):
-    """Even steps are decode graphs of four rows with one of padding; every eighth is an eager prefill."""
+    """Even steps are decode graphs of four rows with one of padding; every eighth is an eager prefill.
+
+    The step before a prefill has verified drafts.
+    """
 
     max_model_len = 4096
 
@@ -58,5 +61,7 @@ class SteppingEngine(FakeEngine):
                 miss_reason=None if is_graph else GraphMiss(GraphMissReason.NUM_TOKENS, 7, 4),
                 start_s=step_id * 0.01,
                 duration_ms=2.0 + step_id % 5,
+                num_drafts=6 if step_id % 8 == 7 else 0,
+                accepted_lengths=(2, 0, 1) if step_id % 8 == 7 else (),
             )
         )

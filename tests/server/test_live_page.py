@@ -36,6 +36,9 @@ def test_the_last_steps(http: httpx.Client) -> None:
     assert eager["miss"] == "NUM_TOKENS: more tokens than the largest captured size (7 > 4)"
     graph = next(step for step in steps if step["is_graph"])
     assert (graph["num_tokens"], graph["num_padding_tokens"], graph["miss"]) == (3, 1, None)
+    verified = next(step for step in steps if step["num_drafts"])
+    assert (verified["num_drafts"], verified["num_accepted"], verified["num_rounds"]) == (6, 3, 3)
+    assert eager["num_drafts"] == eager["num_accepted"] == eager["num_rounds"] == 0
 
 
 def test_only_new_steps(http: httpx.Client) -> None:

@@ -24,7 +24,10 @@ _MAX_STEP_DIGITS = 15
 
 
 class LiveStep(Struct):
-    """One step: which runner took it, at which shape, how much of it was padding, and why no graph ran."""
+    """One step: which runner took it, at which shape, how much of it was padding, and why no graph ran.
+
+    `num_drafts` draft tokens were verified for `num_rounds` requests, `num_accepted` of them stand.
+    """
 
     id: int
     mode: str
@@ -36,6 +39,9 @@ class LiveStep(Struct):
     is_graph: bool
     miss: str | None
     ms: float
+    num_drafts: int
+    num_accepted: int
+    num_rounds: int
 
 
 class LiveView(Struct):
@@ -104,6 +110,9 @@ def _shown(step: StepRecord) -> LiveStep:
         is_graph=step.is_graph,
         miss=str(step.miss_reason) if step.miss_reason else None,
         ms=round(step.duration_ms, 3),
+        num_drafts=step.num_drafts,
+        num_accepted=step.num_accepted,
+        num_rounds=len(step.accepted_lengths),
     )
 
 

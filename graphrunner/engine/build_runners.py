@@ -14,6 +14,7 @@ from graphrunner.config.engine_config import (
     GraphBackend,
     SchedulerConfig,
 )
+from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import KVLayer
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.device.device import GraphPool
@@ -182,6 +183,9 @@ class RunnerParts:
     ) -> GraphCheck | None:
         if not self.config.telemetry.check_graphs:
             return None
+        if context.draft_tree is not None:
+            problem = "must be off with a speculative_token_tree: a step that moves KV cannot be run twice"
+            raise ConfigError("check_graphs", True, problem)
         return GraphCheck(
             context,
             eager,

@@ -113,8 +113,9 @@ class CPUGraphRunner(BaseGraphRunner):
         self._num_computed[rows] = batch.seq_lens[:num_reqs].numpy()
         if output.token_ids is not None:
             self._last_token[rows] = output.token_ids.numpy()
-        if output.hidden_states is None:
+        if loaded.key.variant is not ForwardVariant.HIDDEN:
             return output
+        assert output.hidden_states is not None, "a prompt's recording ends with hidden states"
         logits = self.context.tail(output.hidden_states.index_select(0, batch.logits_indices[:num_reqs])).logits
         return replace(output, logits=logits)
 

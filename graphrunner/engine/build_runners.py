@@ -85,6 +85,9 @@ class RunnerParts:
         attention = create_attention(self.device, is_batch_invariant=is_invariant)
         needs = self.proposer.needs if self.proposer else TargetNeeds()
         tree = self.config.speculative.draft_tree if self.config.speculative else None
+        if tree is not None and is_invariant:
+            problem = "must be off with a speculative_token_tree: its kernels know no trees"
+            raise ConfigError("deterministic", is_invariant, problem)
         forward = StepForward(self.model, sampler, verifier, needs, tree=tree, is_batch_invariant=is_invariant)
         context = RunnerContext(
             forward, forward.tail, table, target_layers, attention, self.device, page_size, max_seq_len,

@@ -240,6 +240,8 @@ def test_what_cannot_work_is_refused(engines) -> None:
         engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 5})
     with pytest.raises(ConfigError, match="check_graphs=True: must be off with a speculative_token_tree"):
         engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 7}, check_graphs=True)
+    with pytest.raises(ConfigError, match="deterministic=True: must be off with a speculative_token_tree"):
+        engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 7}, deterministic=True)
     with pytest.raises(ConfigError, match="only native models hand out"):
         engines("simple", "eagle1", model_impl="transformers")
 

@@ -14,11 +14,13 @@ from graphrunner import LLM, SamplingParams
 
 L = 64
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TREE = "[(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"
 METHODS = [
     ("ngram", None),
     ("draft_model", "self"),
     ("eagle", "drafts:eagle1"),
     ("eagle", "drafts:eagle3"),
+    ("eagle", "tree:eagle1"),
     ("mtp", "drafts:mtp"),
     ("frozen_kv_mtp", "drafts:frozen_kv"),
     *(("oracle", f"{place}:{kind}") for place in ("host", "device") for kind in ("right", "wrong", "mixed")),
@@ -43,7 +45,10 @@ def engine_of(tiny_folder, draft_folders) -> Callable[..., LLM]:
         if key not in made:
             config = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1, "adaptive": k == 4}
             if model is not None:
-                config["model"] = str(tiny_folder) if model == "self" else draft_folders.get(model, model)
+                name = model.replace("tree:", "drafts:")
+                config["model"] = str(tiny_folder) if model == "self" else draft_folders.get(name, name)
+                if name != model:
+                    config |= {"speculative_token_tree": TREE, "num_speculative_tokens": 7}
             made[key] = LLM(
                 str(tiny_folder), max_model_len=L, max_num_seqs=9, num_pages=200, skip_tokenizer_init=True,
                 num_threads=1, decode_sizes=(1, 2, 4, 8), speculative_config=config, **options,

@@ -35,8 +35,11 @@ TRIALS: dict[str, tuple[str, str]] = {
     ),
     "fuzz_bodies": (
         "Fuzzed bodies",
-        "Mutations of good bodies of every route, damaged bytes among them, and requests that schemathesis makes from "
-        "the server's own OpenAPI. Wanted: no 5xx, no hang, no traceback.",
+        "Mutations of good bodies of every route, damaged bytes among them. Wanted: no 5xx, no hang, no traceback.",
+    ),
+    "fuzz_openapi": (
+        "Requests made from the server's own OpenAPI",
+        "By schemathesis, for every operation. Wanted: the same.",
     ),
     "killed_core": (
         "kill -9 of the engine core",
@@ -59,7 +62,7 @@ TRIALS: dict[str, tuple[str, str]] = {
         "The same requests through `LLM.generate` and as streams over HTTP. Wanted: at least 95 %.",
     ),
 }
-SCRIPTS = {"throughput_share": "front_latency"}
+SCRIPTS = {"throughput_share": "front_latency", "fuzz_openapi": "fuzz_bodies"}
 """Trials that are printed by another's script."""
 
 

@@ -41,7 +41,7 @@ def abort_some(server: Served, count: int, rng: random.Random) -> int:
     return count
 
 
-def read_slowly(server: Served, count: int) -> int:
+def read_slowly(server: Served, count: int, pause_s: float = 3.0) -> int:
     """Streams nobody reads for a while, then all at once; how many came whole."""
     body = {"prompt": "slow", "max_tokens": 100, "ignore_eos": True, "stream": True}
     streams = open_streams(server.port, [body] * count)
@@ -50,7 +50,7 @@ def read_slowly(server: Served, count: int) -> int:
     answered_s = time.monotonic()
     server.text(*CANARY)  # an ordinary client meanwhile
     print(f"an ordinary client beside {count} slow readers waited {time.monotonic() - answered_s:.2f} s")
-    time.sleep(3)
+    time.sleep(pause_s)
     read_all(streams)
     return sum(stream.is_complete and len("".join(stream.texts())) > 0 for stream in streams)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import EngineStateError, GraphCheckError, InvalidRequestError
+from graphrunner.core.errors import EngineDeadError, EngineStateError, GraphCheckError, InvalidRequestError
 from graphrunner.core.outputs import EngineOutput, StepRecord
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason, Request
@@ -140,13 +140,19 @@ class TokenEngine:
         return any(was_live)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return what it adds. A broken step ends its requests with an error, not the engine."""
+        """Run one step and return what it adds. A broken step ends its requests with an error, not the engine.
+
+        Raises:
+            EngineDeadError: the device gave up, and with it every step that could follow.
+        """
         try:
             outputs = self.core.step()
         except Exception as cause:
             if isinstance(cause, GraphCheckError):
                 self.check_error = cause
             outputs = self.core.fail_running(cause)
+            if _is_device_lost(cause):
+                raise EngineDeadError(f"the device is lost: {str(cause).strip().partition(chr(10))[0]}") from cause
         if self._requests is not None:
             self._requests.took(outputs)
         for output in outputs:
@@ -292,6 +298,11 @@ class TokenEngine:
                 sequence_ids(request_id, params.n), sequence_seeds(seed, params.n), strict=True
             )
         ]
+
+
+def _is_device_lost(cause: BaseException) -> bool:
+    """Whether nothing can run in this process any more: after such an error CUDA answers every call with it."""
+    return "CUDA error" in str(cause)
 
 
 def _tokens_per_s(steps: Sequence[StepRecord]) -> float:

@@ -8,6 +8,7 @@ import pytest
 from failing import CAPTURE, PLACES, Scope, Tried, failing, trial
 
 from graphrunner.core.errors import CaptureError
+from graphrunner.engine.model_runner import ModelRunner
 
 REQUEST_PLACES = [name for name, (_, _, scope) in PLACES.items() if scope is Scope.REQUEST]
 ENGINE_PLACES = [name for name, (_, _, scope) in PLACES.items() if scope is not Scope.REQUEST]
@@ -41,3 +42,17 @@ def test_a_capture_that_fails_for_no_reason_we_know_is_one_line_and_no_server(st
         tried = start()
     assert injection.has_failed and tried.ends()
     assert str(tried.failure) == "InjectedError: call 2 of capture_one" and tried.failure.exit_code == 2
+
+
+def test_a_lost_device_ends_the_engine(start: Callable[[], Tried]) -> None:
+    """CUDA answers every later call with the same error: no step can follow, so none is tried."""
+
+    class LostError(RuntimeError):
+        def __init__(self, text: str) -> None:
+            super().__init__("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    tried = start()
+    with failing(ModelRunner, "forward", 3, LostError):
+        status, _ = tried.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "ignore_eos": True})
+        assert status == 503 and tried.ends()
+    assert str(tried.failure) == "the device is lost: CUDA error: an illegal memory access was encountered"

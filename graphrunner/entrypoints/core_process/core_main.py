@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import signal
 import sys
@@ -96,6 +97,8 @@ def _built(config: EngineConfig) -> ServedEngine:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Of the host or of a device; torch has a kind of its own for each."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     words = str(error).lower()
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in words or "allocate memory" in words)

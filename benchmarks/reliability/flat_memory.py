@@ -33,7 +33,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_tiny_model(Path(folder)))
-        with served("--model", model, "--max-num-seqs", "32", "--num-pages", "512") as server:
+        with served("--model", model, "--num-threads", "1", "--max-num-seqs", "32", "--num-pages", "512") as server:
             send_all(server.port, bodies(0, given.num_warm_up))
             before = memory_mib(server)
             answers = send_all(server.port, bodies(given.num_warm_up, given.num_requests))

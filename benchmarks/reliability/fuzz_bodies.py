@@ -57,6 +57,7 @@ NAMES = ("nope", "", "prompt", "messages", "model", "n", "stream", "\u00e9", "st
 FINE = frozenset({200, 400, 401, 404, 405, 408, 413, 415, 422, 429})
 PATHS = tuple(GOOD)
 BATCH = 2000
+OPTIONS = ("--max-model-len", "64", "--max-num-seqs", "64", "--num-pages", "400", "--num-threads", "1")
 
 
 def mutated(body: object, rng: random.Random) -> object:
@@ -211,7 +212,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_tiny_model(Path(folder)))
-        with served("--model", model, "--max-model-len", "64", "--max-num-seqs", "64", "--num-pages", "400") as server:
+        with served("--model", model, *OPTIONS) as server:
             if arguments.num_bodies:
                 own_trial(server, arguments.num_bodies, arguments.seed)
             if arguments.schemathesis_s:

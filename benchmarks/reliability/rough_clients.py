@@ -43,7 +43,7 @@ def abort_some(server: Served, count: int, rng: random.Random) -> int:
 
 def read_slowly(server: Served, count: int, pause_s: float = 3.0) -> int:
     """Streams nobody reads for a while, then all at once; how many came whole."""
-    body = {"prompt": "slow", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    body = {"prompt": "slow", "max_tokens": 30, "ignore_eos": True, "stream": True}
     streams = open_streams(server.port, [body] * count)
     for stream in streams:
         stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -100,7 +100,18 @@ def main() -> None:
     program = [sys.executable, str(HERE / "rough_clients.py"), "--serve-with-jumping-clock", "serve"]
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_tiny_model(Path(folder)))
-        options = ("--model", model, "--max-num-seqs", "64", "--num-pages", "600", "--body-timeout-s", "5")
+        options = (
+            "--model",
+            model,
+            "--num-threads",
+            "1",
+            "--max-num-seqs",
+            "64",
+            "--num-pages",
+            "600",
+            "--body-timeout-s",
+            "5",
+        )
         with served(*options, "--no-log-requests", program=program) as server:
             canary = server.text(*CANARY)
             pages = server.metric("graphrunner_kv_pages")

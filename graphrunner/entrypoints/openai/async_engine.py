@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from graphrunner.core.engine_stats import EngineStats
@@ -352,7 +353,7 @@ class AsyncEngine:
         link = self._link = CoreLink(self._heard, broken)
 
         def exited(how: str) -> None:  # on a thread of the launcher's
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
                 loop.call_soon_threadsafe(self._exited, link, how)
 
         try:

@@ -1,6 +1,6 @@
 """Twenty thousand short requests, half of them streamed; the memory of both processes must stay where it was.
 
-python benchmarks/reliability/flat_memory.py [--num-requests 20000] [--num-warm-up 4000]
+python benchmarks/reliability/flat_memory.py [--num-requests 20000] [--num-warm-up 8000]
 """
 
 import argparse
@@ -29,7 +29,7 @@ def memory_mib(server: Served) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-requests", type=int, default=20_000)
-    parser.add_argument("--num-warm-up", type=int, default=4_000)
+    parser.add_argument("--num-warm-up", type=int, default=8_000)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_tiny_model(Path(folder)))

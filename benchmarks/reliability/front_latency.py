@@ -1,6 +1,6 @@
 """What the front adds: from a step's message to the token on its socket, at 256 streams; and its share of throughput.
 
-    python benchmarks/reliability/front_latency.py [--rounds 5] [--skip-throughput]
+    python benchmarks/reliability/front_latency.py [--rounds 5]
 
 Latency, before a core that computes nothing: from hearing of a step to having written the last of its 256 tokens, in
 wall time and in the event loop's own work (its thread's CPU time, without the machine's other work). A token waits for
@@ -78,31 +78,42 @@ def throughput(rounds: int, num_tokens: int) -> dict[str, float]:
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--skip-throughput", action="store_true")
-    given = parser.parse_args()
-    rounds = [latency_round() for _ in range(given.rounds)]
-    best = min(rounds, key=lambda each: each["own_p99_ms"])
+def latency_trial(num_rounds: int) -> None:
+    """Some rounds: run, print, save the best."""
+    best = min((latency_round() for _ in range(num_rounds)), key=lambda each: each["own_p99_ms"])
     save(
         "front_latency",
-        f"{NUM_STREAMS} streams in step, a step every {STEP_MS:g} ms; best of {given.rounds} rounds",
+        f"{NUM_STREAMS} streams in step, a step every {STEP_MS:g} ms; best of {num_rounds} rounds",
         **{name: round(value, 2) for name, value in best.items()},
         holds=best["own_p99_ms"] < LIMIT_MS,
     )
-    if given.skip_throughput:
-        return
-    rates = throughput(given.rounds, 48)
+
+
+def throughput_trial(num_rounds: int, num_tokens: int) -> None:
+    """Both in turn: run, print, save each one's best."""
+    rates = throughput(num_rounds, num_tokens)
     share = rates["server"] / rates["llm"]
     save(
         "throughput_share",
-        f"embedded model, fp32; {len(PROMPTS)} requests of 48 tokens at once; best of {given.rounds} rounds in turn",
+        f"embedded model, fp32; {len(PROMPTS)} requests of {num_tokens} tokens at once; best of {num_rounds} in turn",
         llm_tokens_per_s=round(rates["llm"], 1),
         server_tokens_per_s=round(rates["server"], 1),
         share=round(share, 3),
         holds=share >= SHARE_LIMIT,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip-throughput", action="store_true")
+    parser.add_argument("--skip-latency", action="store_true")
+    parser.add_argument("--throughput-tokens", type=int, default=48)
+    given = parser.parse_args()
+    if not given.skip_latency:
+        latency_trial(given.rounds)
+    if not given.skip_throughput:
+        throughput_trial(given.rounds, given.throughput_tokens)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ TRIALS: dict[str, tuple[str, str]] = {
         "Every client streams; each text must be the one that the same prompt gets alone at temperature 0. "
         "Wanted: all complete, all equal, the front under 1 GiB.",
     ),
+    "concurrent_streams_embedded": ("The same with the embedded model", "Fewer clients. Wanted: the same."),
     "flat_memory": (
         "Many short requests",
         "Half of them streamed, all prompts different. Wanted: no failure, and both processes within 5 MiB of where "
@@ -62,7 +63,11 @@ TRIALS: dict[str, tuple[str, str]] = {
         "The same requests through `LLM.generate` and as streams over HTTP. Wanted: at least 95 %.",
     ),
 }
-SCRIPTS = {"throughput_share": "front_latency", "fuzz_openapi": "fuzz_bodies"}
+SCRIPTS = {
+    "concurrent_streams_embedded": "concurrent_streams",
+    "throughput_share": "front_latency",
+    "fuzz_openapi": "fuzz_bodies",
+}
 """Trials that are printed by another's script."""
 
 

@@ -14,7 +14,7 @@ from graphrunner.config.env import log_level
 from graphrunner.entrypoints.cli.sampling_options import Model
 from graphrunner.telemetry.log import adopt_logger, announce, setup_logging
 
-_GC_THRESHOLDS = (20_000, 20, 50)
+_GC_THRESHOLDS = (20_000, 10, 10)
 """A step at hundreds of streams makes thousands of short-lived objects; collecting at every one is wasted."""
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Speculation: acceptance by position, accepted length, speed by batch, host time a round. One table, one JSON line.
 
     python benchmarks/speculative.py [--model PATH] [--parts text,shape] [--methods ngram,eagle] [--json FILE]
-    python benchmarks/speculative.py --from-json FILE --plot docs/images/speculative.svg --page docs/speculative.md
+    python benchmarks/speculative.py --from-json FILE,... --plot docs/images/speculative.svg --page docs/speculative.md
 
 `text` runs a real model (default: the embedded one; a GGUF file or a checkpoint folder elsewhere) over prompts of three
 kinds, one at a time, greedily, plain and with each method. `shape` runs random weights of an 8B shape (on a CPU: a tiny
@@ -38,11 +38,11 @@ def main() -> None:
     """See the module."""
     args = _arguments()
     if args.from_json:
-        result = json.loads(Path(args.from_json).read_text())
+        results = [json.loads(Path(name).read_text()) for name in args.from_json.split(",")]
         if args.plot:
-            plot(result, Path(args.plot))
+            plot(results[0], Path(args.plot))
         if args.page:
-            write_page(result, Path(args.page))
+            write_page(results, Path(args.page))
         return
     import torch
 

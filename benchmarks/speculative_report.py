@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -39,11 +39,12 @@ def table(result: dict) -> Iterator[str]:
             )
 
 
-def write_page(result: dict, page: Path) -> None:
-    """Put the tables between the page's two marks."""
+def write_page(results: Sequence[dict], page: Path) -> None:
+    """Put the tables of some runs between the page's two marks."""
     before, _, rest = page.read_text().partition(_BEGIN)
     after = rest.partition(_END)[2]
-    page.write_text("\n".join([before + _BEGIN, "", *table(result), "", _END]) + after)
+    lines = [line for result in results for line in (*table(result), "")]
+    page.write_text("\n".join([before + _BEGIN, "", *lines, _END]) + after)
 
 
 def plot(result: dict, path: Path) -> None:
@@ -60,7 +61,7 @@ def plot(result: dict, path: Path) -> None:
     left.set(xlabel="position of the draft", ylabel="share that stands", ylim=(0, 1), title="Acceptance by position")
     if result.get("text"):
         left.legend(fontsize=7)
-    rows = result["shape"]["rows"]
+    rows = result["shape"]["rows"] if result.get("shape") else []
     right.plot([row["batch"] for row in rows], [row["speedup"] for row in rows], marker="o")
     right.axhline(1.0, color="grey", linewidth=0.8)
     right.set(xscale="log", xlabel="requests", ylabel="times plain decoding", title="Speed by batch")

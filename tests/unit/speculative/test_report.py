@@ -30,7 +30,7 @@ def test_page_is_rewritten_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
     for _ in range(2):
-        write_page(RESULT, page)
+        write_page([RESULT], page)
     text = page.read_text()
     assert text.startswith("before\n<!-- figures: begin -->\n") and text.endswith("<!-- figures: end -->\nafter\n")
     assert "old" not in text and text.count("| ngram | chat | 1.50 | 0.50 0.25 | 120 | 100 | 1.20 |") == 1

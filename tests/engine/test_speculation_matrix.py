@@ -126,11 +126,12 @@ def check_tokens(engine_of, solo, method, k: int, chunk: int, has_cache: bool, a
     ],
     ids=str,
 )
+@pytest.mark.timeout(1200)
 def test_recorded_by_every_backend(make_llm, tiny_folder, draft_folders, solo, backend, method) -> None:
-    config = {"method": method[0], "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    config = {"method": method[0], "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
     if method[1] is not None:
         config["model"] = str(tiny_folder) if method[1] == "self" else draft_folders[method[1]]
-    llm = make_llm(decode_graph=backend, decode_sizes=[1, 4], speculative_config=config)
+    llm = make_llm(decode_graph=backend, decode_sizes=[4], speculative_config=config)
     prompts = [*prompts_of([9, 17, 30]), [5, 6, 7, 8] * 5]
     for prompt in prompts:
         oracle.ANSWERS[tuple(prompt)] = solo(prompt, 40)

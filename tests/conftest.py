@@ -10,7 +10,7 @@ import torch
 _NEEDED_BY = {
     "server": ("fastapi", "openai"),
     "benchmarks/test_performance_page.py": ("matplotlib",),
-    "anomaly": ("zmq", "msgspec"),
+    "anomaly": ("fastapi", "zmq", "msgspec"),
     "policy": ("fastapi", "pydantic"),
     "unit/weights": ("gguf",),
 }

@@ -6,26 +6,18 @@ half of a forward a graph breaks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphrunner.core.active_batch import current_batch
 from graphrunner.core.outputs import ModelOutput
-from graphrunner.core.shape_key import ShapeKey
-from graphrunner.device.device import Device, DeviceGraph, GraphPool, Stream
+from graphrunner.device.device import DeviceGraph, GraphPool
 from graphrunner.device.graph import BreakCall, listening
 from graphrunner.execution.backend import (
-    NUM_WARMUPS,
-    CaptureStats,
-    ExecutionBackend,
     Forward,
     batch_at_break,
-    capture_error,
-    frozen_gc,
 )
+from graphrunner.execution.pooled_backend import PooledBackend
 
 if TYPE_CHECKING:
     import torch
@@ -103,65 +95,11 @@ class SegmentedRecording:
         segment.begin()
 
 
-class BreakableBackend(ExecutionBackend):
-    """See the module. Args as `FullCudaGraphBackend`."""
+class BreakableBackend(PooledBackend):
+    """See the module. A replay is as many launches as segments, and the breaks' own."""
 
     name = "breakable"
     has_eager_breaks = True
 
-    def __init__(self, device: Device, pool: GraphPool | None = None) -> None:
-        self._device = device
-        self._pool = pool if pool is not None else device.graph_pool()
-        self._recordings: dict[ShapeKey, tuple[SegmentedRecording, ModelOutput]] = {}
-
-    @contextmanager
-    def capture_session(self, stream: Stream | None = None) -> Iterator[None]:
-        """No garbage collection, the capture stream current, the device idle before and after."""
-        self._device.synchronize()
-        with frozen_gc(), self._device.capture_scope(stream):
-            yield
-        self._device.synchronize()
-
-    def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
-        """See `ExecutionBackend.capture_one`."""
-        device, start_s, reserved = self._device, time.perf_counter(), self._device.reserved_bytes()
-        self._drop(key)
-        recording = SegmentedRecording(self._pool)
-        try:
-            for _ in range(NUM_WARMUPS):
-                forward()
-                if reset is not None:
-                    reset()
-            device.synchronize()
-            output = recording.record(forward)
-        except Exception as cause:
-            recording.release()
-            raise capture_error(key, cause) from cause
-        self._recordings[key] = (recording, output)
-        memory_bytes = max(0, device.reserved_bytes() - reserved)
-        return CaptureStats(recording.num_nodes(), (time.perf_counter() - start_s) * 1e3, memory_bytes)
-
-    def can_run(self, key: ShapeKey) -> bool:
-        """See `ExecutionBackend.can_run`."""
-        return key in self._recordings
-
-    def replay_session(self) -> AbstractContextManager[None]:
-        """Nothing to set up; the runner has the batch active."""
-        return nullcontext()
-
-    def replay(self, key: ShapeKey) -> ModelOutput:
-        """As many launches as segments, and the breaks' own. Sync: whatever the breaks do."""
-        recording, output = self._recordings[key]
-        recording.replay()
-        return output
-
-    def close(self) -> None:
-        """Drop every segment. Idempotent."""
-        for key in list(self._recordings):
-            self._drop(key)
-        self._pool.release()
-
-    def _drop(self, key: ShapeKey) -> None:
-        entry = self._recordings.pop(key, None)
-        if entry is not None:
-            entry[0].release()
+    def _new_recording(self) -> SegmentedRecording:
+        return SegmentedRecording(self._pool)

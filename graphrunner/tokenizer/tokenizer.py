@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 
+LONG_TEXT_LEN = 4096
+"""Characters from which on a text is encoded without Python's lock; a shorter one is done before another thread waits."""
+
+
 class SlowTokenizer(Protocol):
     """The part of a transformers tokenizer without a fast twin that we use."""
 
@@ -76,7 +80,10 @@ class Tokenizer:
             shown = ascii(text[error.start : error.end])
             raise InvalidRequestError("prompt", shown, f"not valid Unicode at character {error.start}") from None
         if self._fast is not None:
-            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) < LONG_TEXT_LEN:
+                return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            # Of the library's calls only those for batches release the lock, and seconds of it would stop every stream.
+            return list(self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         assert self._slow is not None
         return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
 

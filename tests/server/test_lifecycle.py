@@ -149,7 +149,13 @@ def test_too_many_requests() -> None:
         thread.join(10)
         assert answers[0].status_code == 200
         assert http.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 200
-        assert http.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 429
+        for path, body, field in (
+            ("completions", {"prompt": "a", "n": 3}, "n"),
+            ("completions", {"prompt": ["a", "b", "c"]}, "prompt"),
+            ("embeddings", {"input": ["a", "b", "c"]}, "input"),
+        ):  # never to be had, so not worth coming back for
+            never = http.post(f"/v1/{path}", json=body)
+            assert never.status_code == 400 and never.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

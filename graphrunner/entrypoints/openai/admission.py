@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from graphrunner.entrypoints.openai.engine_client import Health, HealthState
-from graphrunner.entrypoints.openai.errors import too_busy, unavailable
+from graphrunner.entrypoints.openai.errors import bad_request, too_busy, unavailable
 
 
 class Ticket:
@@ -34,12 +34,18 @@ class Admission:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
-    def enter(self, num_sequences: int, health: Health) -> Ticket:
+    def enter(self, num_sequences: int, health: Health, field: str) -> Ticket:
         """Take room.
 
+        Args:
+            field: of the request, that asks for so many.
+
         Raises:
-            ApiError: 429 no room, 503 draining or the engine is not ready.
+            ApiError: 400 more than there is room for ever, 429 no room now, 503 draining or the engine is not ready.
         """
+        if num_sequences > self.max_sequences:
+            problem = f"asks for {num_sequences} outputs, and the server holds at most {self.max_sequences} at once"
+            raise bad_request(field, problem, "invalid_value")
         if self._is_draining:
             raise unavailable("the server is shutting down")
         if health.state is not HealthState.READY:

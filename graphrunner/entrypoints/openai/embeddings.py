@@ -36,7 +36,7 @@ async def create_embeddings(server: Server, request: Request) -> Response:
         if len(ids) > limit:
             problem = f"has {len(ids)} tokens, and the context holds {limit}"
             raise bad_request("input", problem, "context_length_exceeded")
-    ticket = server.admission.enter(len(prompts), server.client.health())
+    ticket = server.admission.enter(len(prompts), server.client.health(), "input")
     try:
         async with asyncio.timeout(server.options.request_timeout_s):
             vectors = await unless_disconnected(request.receive, _embed(server, prompts, body))

@@ -16,6 +16,8 @@ from graphrunner.entrypoints.openai.errors import bad_request
 from graphrunner.entrypoints.openai.protocol import Message, MessageToolCall, TextPart, Tool
 
 MAX_PROMPTS = 256
+LONG_LEN = 1 << 16
+"""Characters (or ids) from which on a text waits behind others like it only; its tokens take a tenth of a second."""
 Result = TypeVar("Result")
 
 
@@ -29,21 +31,24 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Tokenizes on one thread of its own: a long text holds up no stream, and the tokenizer needs no lock."""
+    """Tokenizes on threads of its own: a long text holds up no stream, and only the long ones behind it."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._long_executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._long_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, prompts: Sequence[str | list[int]], field: str) -> list[EncodedPrompt]:
         """Token ids of prompts that `prompts_of` took apart. Raises ApiError naming `field`."""
         encoded: list[EncodedPrompt] = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                encoded.append(EncodedPrompt(prompt, await self._on_thread(self._tokenizer(field).encode, prompt)))
+                ids = await self._on_thread(len(prompt), self._tokenizer(field).encode, prompt)
+                encoded.append(EncodedPrompt(prompt, ids))
             else:
                 encoded.append(EncodedPrompt(None, prompt))
         for each in encoded:
@@ -62,7 +67,7 @@ class PromptEncoder:
             return tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tools=functions)
 
         try:
-            ids = await self._on_thread(render)
+            ids = await self._on_thread(_size(turns), render)
         except InvalidRequestError:
             raise
         except Exception:  # a template is a program that came with the model; it raises what it likes
@@ -72,7 +77,7 @@ class PromptEncoder:
 
     async def decode(self, ids: Sequence[int], field: str) -> str:
         """The text of token ids."""
-        return await self._on_thread(self._tokenizer(field).decode, ids)
+        return await self._on_thread(len(ids), self._tokenizer(field).decode, ids)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Refuse an empty prompt and ids that the model does not have."""
@@ -100,8 +105,9 @@ class PromptEncoder:
             raise bad_request(field, "the engine has no tokenizer: send token ids", "invalid_value")
         return tokenizer
 
-    async def _on_thread(self, call: Callable[..., Result], *args: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+    async def _on_thread(self, size: int, call: Callable[..., Result], *args: object) -> Result:
+        executor = self._executor if size < LONG_LEN else self._long_executor
+        return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
 
 
 def prompts_of(value: object, field: str) -> list[str | list[int]]:
@@ -158,6 +164,11 @@ def _turn(message: Message, place: str) -> Mapping[str, object]:
     if message.tool_calls:
         turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
+
+
+def _size(turns: Sequence[Mapping[str, object]]) -> int:
+    """Characters of a conversation, and some for each of its turns."""
+    return sum(len(str(turn["content"])) + 16 for turn in turns)
 
 
 def _call(call: MessageToolCall) -> Mapping[str, object]:

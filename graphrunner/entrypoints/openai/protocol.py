@@ -16,6 +16,9 @@ from graphrunner.entrypoints.openai.errors import bad_request, unsupported
 
 INT32_LIMIT = 1 << 31
 MAX_TOOLS = 128
+MAX_LOGIT_BIAS = 4096
+MAX_MESSAGES = 4096
+"""Checking and rendering one takes microseconds, in which no stream goes on: a full body of them would take seconds."""
 _ids = {"type": "array", "items": {"type": "integer"}}
 _prompt_schema = {
     "anyOf": [
@@ -166,7 +169,7 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """/v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
@@ -252,7 +255,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
 

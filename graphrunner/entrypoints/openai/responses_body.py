@@ -11,6 +11,7 @@ from graphrunner.core.sampling_params import MAX_LOGPROBS
 from graphrunner.entrypoints.openai.errors import bad_request, unsupported
 from graphrunner.entrypoints.openai.protocol import (
     INT32_LIMIT,
+    MAX_MESSAGES,
     MAX_TOOLS,
     Body,
     FunctionName,
@@ -134,7 +135,7 @@ class ReasoningConfig(Body):
 class ResponsesBody(Body):
     """/v1/responses."""
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)

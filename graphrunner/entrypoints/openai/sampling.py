@@ -10,6 +10,7 @@ from graphrunner.core.sampling_params import SamplingParams, StructuredOutput
 from graphrunner.entrypoints.openai.errors import bad_request
 from graphrunner.entrypoints.openai.json_schema import check_schema
 from graphrunner.entrypoints.openai.protocol import (
+    MAX_LOGIT_BIAS,
     ChatBody,
     CompletionBody,
     FunctionDefinition,
@@ -90,6 +91,9 @@ def _sampling(
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
+    if len(given) > MAX_LOGIT_BIAS:
+        problem = f"holds {len(given)} tokens and at most {MAX_LOGIT_BIAS} are allowed"
+        raise bad_request("logit_bias", problem, "invalid_value")
     for key in given:
         if not re.fullmatch(r"-?[0-9]{1,10}", key):
             raise bad_request("logit_bias", "every key must be a token id", "invalid_value")

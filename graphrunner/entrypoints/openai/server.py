@@ -79,7 +79,7 @@ class Server:
         )
         for token_ids in prompts:
             self.encoder.check_room(token_ids, params, field)
-        ticket = self.admission.enter(len(prompts) * params.n, self.client.health())
+        ticket = self.admission.enter(len(prompts) * params.n, self.client.health(), "n" if params.n > 1 else field)
         generation = Generation(ticket, self.metrics, self.options.request_timeout_s)
         try:
             await generation.start(self.client, request_id, prompts, params, priority, is_streamed=is_streamed)

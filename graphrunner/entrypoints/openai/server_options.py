@@ -69,6 +69,8 @@ class ServerOptions:
     """Write one line a request to the log."""
 
     def __post_init__(self) -> None:
+        if not self.host.strip():  # to the system that means every address of this machine
+            raise ConfigError("host", self.host, "must not be empty; 0.0.0.0 lets other machines in")
         for name in ("max_body_mib", "max_concurrent_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
 from pathlib import Path
 
@@ -175,3 +176,18 @@ def test_the_embedded_tokenizer() -> None:
     assert tokenizer.eos_token_ids == (2,) and tokenizer.bos_token_id == 1
     assert tokenizer.special_ids == frozenset(range(17))
     assert tokenizer.encode("x 2048") == [*tokenizer.encode("x "), *(tokenizer.encode(d)[0] for d in "2048")]
+
+
+def test_a_long_text_lets_other_threads_run() -> None:
+    tokenizer = byte_level()
+    text = "the sea " * 100_000
+    assert tokenizer.encode(text) == list(tokenizer.backend.encode(text).ids)
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    start_s = last_s = time.perf_counter()
+    worst_s = 0.0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        now_s = time.perf_counter()
+        worst_s, last_s = max(worst_s, now_s - last_s), now_s
+    assert worst_s < 0.5 * (last_s - start_s)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 LONG_TEXT_LEN = 4096
-"""Characters from which on a text is encoded without Python's lock; a shorter one is done before another thread waits."""
+"""Characters from which on a text is encoded without Python's lock; a shorter one is done at once."""
 
 
 class SlowTokenizer(Protocol):

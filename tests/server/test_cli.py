@@ -144,6 +144,10 @@ def test_every_setting_of_the_engine_is_a_flag_with_help(run: Any, command: list
         (["generate", "--prompt", "a", "--top-p", "3"], "graphrunner: top_p=3.0: must be above 0 up to 1\n"),
         (["generate", "--prompt", "a", "--decode-sizes", "x"], "graphrunner: decode_sizes='x': must be whole numbers"),
         (["serve", "--tool-call-format", "x"], "graphrunner: tool_call_format='x': must be one of auto, hermes"),
+        (
+            ["bench", "serve", "--json", "nowhere/x.json"],
+            "graphrunner: json='nowhere/x.json': its folder does not exist",
+        ),
         (["serve", "--host", ""], "graphrunner: host='': must not be empty"),
         (["serve", "--api-key-file", "nowhere"], "graphrunner: api_key_file='nowhere': cannot be read"),
         (["bench", "graphs", "--batches", "0"], "graphrunner: batches='0': must be positive"),

@@ -215,3 +215,23 @@ def test_a_head_that_does_not_arrive() -> None:
             assert http.get("/health").status_code == 200
             time.sleep(0.4)
             assert http.get("/health").status_code == 200
+
+
+def test_a_head_that_does_not_end() -> None:
+    with running() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock, pytest.raises(ConnectionError):
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            for _ in range(256):
+                sock.sendall(b"a" * (1 << 20))
+        with server.http() as http:
+            assert http.get("/health", headers={"x-long": "a" * 60_000}).status_code == 200
+            body = {"prompt": "a", "user": "b" * 300_000, "max_tokens": 1}  # a body has a limit of its own
+            assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_there_are_no_web_sockets() -> None:
+    with running() as server, server.http() as http:
+        upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        answer = http.get("/v1/models", headers={**upgrade, "sec-websocket-key": "not a key"})
+        assert answer.status_code == 200 and "x-request-id" in answer.headers

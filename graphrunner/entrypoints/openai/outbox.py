@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
+MAX_HEAD_BYTES = 64 << 10
 _EXTENSION = "graphrunner.write_body"
 WriteBody = Callable[[bytes], bool]
 
@@ -22,7 +23,7 @@ class DirectProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, which lets a streamed response write its body without a task and without middleware.
 
     Used only between the start and the end of a chunked response; both still go through ASGI. A connection on which
-    the head of a request does not arrive is given up, as one whose body does not arrive is.
+    the head of a request does not arrive, or does not end, is given up, as one whose body does not arrive is.
 
     Args:
         head_timeout_s: from the connection, or from the first byte of a later request, to the end of its head.
@@ -40,6 +41,7 @@ class DirectProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the loop."""
@@ -50,6 +52,16 @@ class DirectProtocol(HttpToolsProtocol):
         """Called by the loop."""
         self._head_is_here()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop. The parser keeps a head however long it is, so that its length is looked at here."""
+        super().data_received(data)
+        if self._head_timer is None:
+            self._num_head_bytes = 0
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""

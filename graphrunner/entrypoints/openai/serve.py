@@ -90,6 +90,7 @@ class ServerProcess:
             server_header=False,
             timeout_graceful_shutdown=ABORT_GRACE_S,
             lifespan="off",
+            ws="none",
             http=partial(DirectProtocol, head_timeout_s=self._options.body_timeout_s),  # type: ignore[arg-type]
         )
         self._uvicorn = _Uvicorn(config, self._signalled)

@@ -40,6 +40,9 @@ def serve(
     plot: Annotated[Path | None, typer.Option(help="Write a picture here (needs matplotlib).")] = None,
 ) -> None:
     """Send requests at their times, however slow the server is; print latencies, throughput and goodput."""
+    for name, path in (("json", json_file), ("plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():  # said before minutes of load, not after
+            raise ConfigError(name, str(path), "its folder does not exist")
     arrivals = _arrivals(trace, num_requests, time_scale, max_len) if trace else None
     if arrivals is None:
         if not rate > 0:

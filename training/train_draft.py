@@ -1,6 +1,6 @@
 """Train an EAGLE-3 draft and multi-token-prediction heads for a model, on text that the model writes itself.
 
-    python training/train_draft.py --model model.gguf --work /tmp/work --out drafts --max-seconds 360
+    python training/train_draft.py --model model.gguf --work draft-work --out drafts --max-seconds 360
 
 Three stages within --max-seconds: the target writes its text (kept in --work, so that a second run replays it), short
 trials choose which target layers EAGLE reads, and both drafts are trained. Everything is seeded; an interrupted run

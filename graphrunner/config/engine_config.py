@@ -74,6 +74,10 @@ class LoadConfig:
     seed: int = 0
     """Seed of dummy weights and of the noise of requests that bring no seed."""
 
+    def __post_init__(self) -> None:
+        known = self.load_format in ("auto", "dummy")
+        _check(known, "load_format", self.load_format, "must be auto or dummy")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -117,7 +121,7 @@ class SchedulerConfig:
     """Schedule the next step while the last one runs; None is on where the device runs beside the host (CUDA)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queue_len"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, value, "must be at least 1")
 
@@ -178,6 +182,10 @@ class EngineConfig:
     """Speculative decoding; None is off."""
     num_threads: int | None = None
     """CPU threads; None takes the physical cores this process may use."""
+
+    def __post_init__(self) -> None:
+        threads = self.num_threads
+        _check(threads is None or threads >= 1, "num_threads", threads, "must be at least 1")
 
 
 def _check(is_fine: bool, name: str, value: object, problem: str) -> None:

@@ -61,13 +61,13 @@ def engine_config_from_options(options: Mapping[str, object]) -> EngineConfig:
         ConfigError: unknown name (with the closest known one) or a value that cannot be.
     """
     given = {ALIASES.get(name, name): value for name, value in options.items()}
-    if given.pop("enforce_eager", False):
+    if _converted("enforce_eager", given.pop("enforce_eager", None), bool):
         given |= {"capture": CapturePolicy.OFF, "decode_graph": GraphBackend.OFF, "prefill_graph": GraphBackend.OFF}
     for name, allowed in ACCEPTED_WHEN_DEFAULT.items():
         if name in given and given.pop(name) not in allowed:
             raise ConfigError(name, options[name], f"only {allowed[0]!r} is supported")
     sections = {name: _section(section, given) for name, section in SECTIONS.items()}
-    top: dict[str, object] = {"num_threads": given.pop("num_threads")} if "num_threads" in given else {}
+    top: dict[str, object] = {"num_threads": _converted("num_threads", given.pop("num_threads", None), int)}
     speculative = _speculative(given)
     if speculative is not None:
         top["speculative"] = SpeculativeConfig.from_mapping(speculative)
@@ -80,7 +80,8 @@ def engine_config_from_options(options: Mapping[str, object]) -> EngineConfig:
 def _speculative(given: dict[str, object]) -> Mapping[str, object] | None:
     """What stands in `speculative_config`, and over it what the short names say; None when nothing was said."""
     whole = given.pop("speculative_config", None)
-    short = {name: given.pop(key) for key, name in SPECULATIVE_SHORT.items() if given.get(key) is not None}
+    said = {name: given.pop(key, None) for key, name in SPECULATIVE_SHORT.items()}
+    short = {name: value for name, value in said.items() if value is not None}
     if whole is None:
         if short and "method" not in short:
             key = next(key for key, name in SPECULATIVE_SHORT.items() if name in short)
@@ -109,13 +110,13 @@ def _converted(name: str, value: object, hint: Any) -> object:
     """`value` as the field's type; strings become enum members, lists become tuples."""
     kinds = get_args(hint) or (hint,)
     enum = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), None)
-    if enum is not None and isinstance(value, str):
+    if enum is not None and not isinstance(value, enum):
         try:
             return enum(value)
         except ValueError:
             raise ConfigError(name, value, f"must be one of {', '.join(item.value for item in enum)}") from None
-    if isinstance(value, list):
-        return tuple(value)
+    if value is not None and tuple[int, ...] in kinds:
+        return _whole_numbers(name, value)
     if isinstance(value, PurePath):
         value = str(value)
     plain = tuple(kind for kind in kinds if isinstance(kind, type) and kind in (int, float, str, bool))
@@ -124,6 +125,13 @@ def _converted(name: str, value: object, hint: Any) -> object:
     if int in plain and bool not in plain and isinstance(value, bool):
         raise ConfigError(name, value, "must be int")
     return value
+
+
+def _whole_numbers(name: str, value: object) -> tuple[int, ...]:
+    items = value if isinstance(value, (list, tuple)) else (None,)
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise ConfigError(name, value, "must be a list of whole numbers")
+    return tuple(items)
 
 
 def _closest(name: str) -> str:

@@ -108,7 +108,8 @@ class EngineCore:
 
     def fail_running(self, cause: BaseException) -> list[EngineOutput]:
         """End every running request with an error after a step broke; the pool is whole afterwards."""
-        log.error("a step failed and its requests end with an error", exc_info=cause)
+        if isinstance(cause, Exception):  # Ctrl-C is no fault to report
+            log.error("a step failed and its requests end with an error", exc_info=cause)
         self._in_flight = None
         text = f"{type(cause).__name__}: {cause}"
         failed = self.scheduler.finish_running(FinishReason.ERROR)

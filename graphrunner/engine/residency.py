@@ -44,6 +44,7 @@ class Residency:
         self._reload = reload
         self._level: SleepLevel | None = None
         self._problem = ""
+        self._is_closed = False
 
     @property
     def is_asleep(self) -> bool:
@@ -52,10 +53,20 @@ class Residency:
 
     def check_ready(self) -> None:
         """Raise EngineStateError when nothing can run."""
-        if self.is_asleep:
-            raise EngineStateError("the engine is asleep: wake it first")
+        self.check_awake()
         if self._problem:
             raise EngineStateError(f"the weights are not whole ({self._problem}): reload them first")
+
+    def check_open(self) -> None:
+        """Raise EngineStateError after `close`."""
+        if self._is_closed:
+            raise EngineStateError("the engine is closed: make another")
+
+    def check_awake(self) -> None:
+        """Raise EngineStateError while asleep, and after `close`."""
+        self.check_open()
+        if self.is_asleep:
+            raise EngineStateError("the engine is asleep: wake it first")
 
     def settle(self, clock: StartupClock) -> None:
         """Record graphs, then size the pool from what is free.
@@ -81,6 +92,7 @@ class Residency:
 
     def sleep(self, level: SleepLevel) -> None:
         """Give the device's memory back. Nothing may be running. Asleep already: stays as it is."""
+        self.check_open()
         if self.is_asleep:
             return
         self._level = level
@@ -90,9 +102,10 @@ class Residency:
         """Restore what `sleep` gave back. Awake already: nothing happens.
 
         Raises:
-            EngineStateError: the device has not the memory any more; the engine is still asleep.
+            EngineStateError: the device has not the memory any more, and the engine is still asleep; or it is closed.
             ModelLoadError: the weights were dropped and cannot be read; the engine is still asleep.
         """
+        self.check_open()
         if self._level is None:
             return
         try:
@@ -117,8 +130,7 @@ class Residency:
         Raises:
             ModelLoadError: it cannot be read; nothing runs until a reload succeeds.
         """
-        if self.is_asleep:
-            raise EngineStateError("the engine is asleep: wake it first")
+        self.check_awake()
         try:
             self._reload()
         except ModelLoadError as error:
@@ -128,6 +140,7 @@ class Residency:
 
     def close(self) -> None:
         """Give graphs and pages back. Idempotent."""
+        self._is_closed = True
         self._model_runner.close()
         self.pool.release()
 

@@ -81,6 +81,7 @@ class TokenEngine:
         self._has_tokenizer = has_tokenizer
         self._random = random.Random(seed)
         self._num_output_tokens = 0
+        self._interrupted: list[EngineOutput] = []  # ended by an interrupt, told at the next step
 
     def prepare(self, params: SamplingParams) -> Future[object] | None:
         """Begin what a request needs before it can be added, off the step; None when it needs nothing.
@@ -98,7 +99,7 @@ class TokenEngine:
 
         Raises:
             InvalidRequestError: names the field and the value; nothing of the request stays behind.
-            EngineStateError: the engine is asleep.
+            EngineStateError: the engine is asleep or closed.
         """
         self._residency.check_ready()
         self._check(token_ids, params)
@@ -144,15 +145,20 @@ class TokenEngine:
 
         Raises:
             EngineDeadError: the device gave up, and with it every step that could follow.
+            EngineStateError: the engine is closed.
         """
+        self._residency.check_open()
         try:
-            outputs = self.core.step()
+            outputs, self._interrupted = self._interrupted + self.core.step(), []
         except Exception as cause:
             if isinstance(cause, GraphCheckError):
                 self.check_error = cause
             outputs = self.core.fail_running(cause)
             if _is_device_lost(cause):
                 raise EngineDeadError(f"the device is lost: {str(cause).strip().partition(chr(10))[0]}") from cause
+        except BaseException as cause:  # Ctrl-C in the middle: nobody can say which half of the step has run
+            self._interrupted += self.core.fail_running(cause)
+            raise
         if self._requests is not None:
             self._requests.took(outputs)
         for output in outputs:
@@ -161,7 +167,7 @@ class TokenEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        return self.core.has_unfinished_requests()
+        return bool(self._interrupted) or self.core.has_unfinished_requests()
 
     def stats(self) -> EngineStats:
         """A snapshot for health checks and the live page, with the last steps."""
@@ -224,6 +230,7 @@ class TokenEngine:
             self._structured.close()
 
     def _require_idle(self, what: str) -> None:
+        self._residency.check_open()
         if self.has_unfinished_requests():
             stats = self.core.scheduler.stats()
             counts = f"{stats.num_running} requests run and {stats.num_waiting} wait"

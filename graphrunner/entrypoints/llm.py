@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: object) -> None:
         self.engine = build_engine(engine_config_from_options({"model": model, **options}))
         self._ids = (f"request-{number}" for number in itertools.count())
+        self._streams: dict[str, deque[RequestOutput]] = {}  # what steps made for streams that did not ask for them
 
     def generate(
         self,
@@ -108,19 +110,26 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield what each step adds; closing the iterator early aborts the request."""
+        """Yield what each step adds; closing the iterator early aborts the request.
+
+        Several streams may be open, and `generate` called between: all of them are served by the same steps.
+        """
+        (params,) = _one_each(sampling_params, 1)
         request_id = next(self._ids)
-        self.engine.add_request(request_id, prompt, sampling_params, output_kind=RequestOutputKind.DELTA)
-        is_finished = False
+        self.engine.add_request(request_id, prompt, params, output_kind=RequestOutputKind.DELTA)
+        made = self._streams[request_id] = deque()
         try:
-            while not is_finished:
-                for output in self._step():
-                    if output.request_id == request_id:
-                        is_finished = output.finished
-                        yield output
+            while request_id in self._streams and (made or self.engine.has_unfinished_requests()):
+                if not made:
+                    self._step()
+                    continue
+                output = made.popleft()
+                if output.finished:
+                    del self._streams[request_id]
+                yield output
         finally:
-            if not is_finished:
-                self.engine.abort_request(request_id)
+            if request_id in self._streams:
+                self.abort(request_id)
 
     def chat_prompt(
         self,
@@ -137,7 +146,8 @@ class LLM:
         return {"prompt_token_ids": ids}
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request; whether it was live."""
+        """Stop a request; whether it was live. A stream of it ends without a further output."""
+        self._streams.pop(request_id, None)
         return self.engine.abort_request(request_id)
 
     def get_tokenizer(self) -> object:
@@ -182,7 +192,7 @@ class LLM:
         self.engine.reload_weights()
 
     def close(self) -> None:
-        """Give memory back. Idempotent; the object is of no use afterwards."""
+        """Give memory back. Idempotent; generating afterwards is an EngineStateError."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -207,12 +217,18 @@ class LLM:
         return [finished[request_id] for request_id in request_ids]
 
     def _step(self) -> list[RequestOutput]:
-        outputs = self.engine.step()
+        """Run one step; outputs of open streams go to them, the others come back."""
+        others = []
+        for output in self.engine.step():
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+            else:
+                others.append(output)
         tokens = self.engine.token_engine
         if tokens.check_error is not None:
             error, tokens.check_error = tokens.check_error, None
             raise error
-        return outputs
+        return others
 
     def _drain(self, num_requests: int, is_shown: bool) -> Iterator[RequestOutput]:
         """Step until everything admitted has ended, under a progress bar."""
@@ -257,6 +273,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError("sampling_params", params, "must be a SamplingParams, or a list of them")
     if len(params) != count:
         raise InvalidRequestError("sampling_params", f"{len(params)} given", f"one each is needed for {count} prompts")
     return list(params)

@@ -32,7 +32,7 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
     path = PROPOSERS.get(config.method, config.method)
     try:
         module = import_module(path)
-    except ImportError as error:
+    except (ImportError, TypeError) as error:  # TypeError: a path that starts with a dot
         known = ", ".join(PROPOSERS)
         problem = f"is neither one of {known} nor a module that can be imported ({error})"
         raise ConfigError("speculative_config.method", config.method, problem) from None

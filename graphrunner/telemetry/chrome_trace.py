@@ -33,7 +33,7 @@ class TraceFile:
 
     def __init__(self, path: Path, steps: StepTrace, requests: RequestTrace) -> None:
         try:
-            path.touch()
+            path.open("a").close()  # unlike touch it refuses a folder
         except OSError as error:
             raise ConfigError("trace", str(path), f"cannot be written: {error.strerror}") from None
         self.steps = steps

@@ -2,12 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from graphrunner.config.env import limit_thread_spinning
-
 __version__ = "0.1.0"
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
-
-limit_thread_spinning()  # before anything imports torch
 
 if TYPE_CHECKING:
     from graphrunner.core.outputs import RequestOutput

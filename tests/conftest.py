@@ -1,8 +1,5 @@
 """Set before anything imports triton: without a GPU its kernels run under the interpreter."""
 
-import graphrunner  # noqa: F401 - before torch: it says how torch's threads wait
-
-# isort: split
 import os
 from importlib.util import find_spec
 

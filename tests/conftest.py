@@ -3,6 +3,9 @@
 import os
 from importlib.util import find_spec
 
+# Read when torch is loaded. Workers share the cores: a thread that waits for another must not hold the core it needs.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import pytest
 import torch
 

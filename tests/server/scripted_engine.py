@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -105,7 +106,12 @@ class FakeEngine:
         self.is_asleep = False
 
     def prepare(self, params: SamplingParams) -> Future[object] | None:
-        return None
+        """A grammar takes a moment; one with "$ref" in it turns out to be wrong when the request is added."""
+        if params.structured_output is None:
+            return None
+        compiled: Future[object] = Future()
+        threading.Timer(0.05, compiled.set_result, [None]).start()
+        return compiled
 
     def add_request(
         self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, *, priority: int
@@ -115,6 +121,8 @@ class FakeEngine:
             raise EngineStateError("the engine is asleep: wake it first")
         if bytes(i for i in token_ids if i < 256) == b"refuse me":
             raise InvalidRequestError("prompt", "refuse me", "is refused")
+        if params.structured_output is not None and "$ref" in (params.structured_output.json_schema or ""):
+            raise InvalidRequestError("structured_output.json_schema", "...", "cannot be compiled")
         room = self.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         self.live[request_id] = _Live(request_id, token_ids, params, limit)

@@ -227,3 +227,11 @@ def test_bodies_of_very_many_parts_hold_up_nobody(
             worst_s = max(worst_s, time.perf_counter() - start_s)
     refused(answers[0], param)
     assert worst_s < 1.0  # it was 2 s and more before there was a limit; here, mostly parsing
+
+
+def test_a_schema_that_turns_out_wrong_while_the_engine_is_idle(http: httpx.Client, server: RunningServer) -> None:
+    server.wait_until(lambda: not server.engine.live)
+    time.sleep(0.3)  # idle enough to wait for a command only
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nope"}}}
+    answer = http.post(CHAT, json={"messages": HELLO, "response_format": wanted}, timeout=5)
+    assert answer.status_code == 400 and "cannot be compiled" in answer.json()["error"]["message"]

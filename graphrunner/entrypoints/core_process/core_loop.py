@@ -121,7 +121,8 @@ class CoreLoop:
         news: list[str] = []
         refused: list[Refused] = []
         self._add_compiled(news, refused)
-        if not self._engine.has_unfinished_requests() and self._was_idle:
+        has_news = bool(news or refused)  # which must not wait for the next command
+        if not self._engine.has_unfinished_requests() and self._was_idle and not has_news:
             self._commands.poll(COMPILE_POLL_MS if self._compiling else None)
         while True:
             try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +24,7 @@ from graphrunner.core.outputs import CompletionOutput, RequestOutput, StepRecord
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 from graphrunner.core.startup_report import StartupPhase, StartupReport
+from graphrunner.entrypoints.cli.bench.measured import random_prompt
 from graphrunner.entrypoints.cli.main import app
 from graphrunner.execution.backend import CaptureStats
 from graphrunner.runner.graph_account import GraphReport, KeyAccount
@@ -42,6 +45,7 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.is_closed = False
         self.num_replays = 0
+        self.engine = SimpleNamespace(vocab_size=97)
         FakeLLM.made.append(self)
 
     def stream(self, prompt: object, params: SamplingParams) -> Iterator[RequestOutput]:
@@ -244,3 +248,9 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=30)
+
+
+def test_benchmark_prompts_fit_small_vocabularies() -> None:
+    for vocab_size in (2, 97, 50_000):
+        ids = random_prompt(random.Random(1), 200, vocab_size)["prompt_token_ids"]
+        assert len(ids) == 200 and 0 < min(ids) <= max(ids) < vocab_size

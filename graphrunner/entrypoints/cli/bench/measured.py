@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from graphrunner.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from graphrunner.entrypoints.llm import LLM
 
-FIRST_ID, LAST_ID = 10, 1000  # random prompts use ids that every vocabulary has
+_FIRST_ID, _LAST_ID = 10, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class BatchTimes:
     first_token_ms: float
     step_ms: float
     tokens_per_s: float
+
+
+def random_prompt(rng: random.Random, length: int, vocab_size: int) -> dict[str, list[int]]:
+    """Token ids that the vocabulary has, the first few left out: they are often special."""
+    last = min(_LAST_ID, vocab_size - 1)
+    return {"prompt_token_ids": [rng.randint(min(_FIRST_ID, last), last) for _ in range(length)]}
 
 
 def batch_times(llm: LLM, batch_size: int, prompt_len: int, num_tokens: int, num_repeats: int = 3) -> BatchTimes:
@@ -38,12 +45,8 @@ def batch_times(llm: LLM, batch_size: int, prompt_len: int, num_tokens: int, num
 
 def _seconds(llm: LLM, batch_size: int, prompt_len: int, num_tokens: int, *, seed: int) -> float:
     """Wall time of one batch. Prompts differ between calls, so that the prefix cache does not help."""
-    import random
-
     rng = random.Random(seed)
-    prompts = [
-        {"prompt_token_ids": [rng.randint(FIRST_ID, LAST_ID) for _ in range(prompt_len)]} for _ in range(batch_size)
-    ]
+    prompts = [random_prompt(rng, prompt_len, llm.engine.vocab_size) for _ in range(batch_size)]
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
     start_s = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

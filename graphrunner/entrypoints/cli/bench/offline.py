@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from graphrunner.entrypoints.cli.bench.measured import FIRST_ID, LAST_ID
+from graphrunner.entrypoints.cli.bench.measured import random_prompt
 from graphrunner.entrypoints.cli.sampling_options import Model
 
 
@@ -29,10 +29,10 @@ def offline(
     rng = random.Random(seed)
     prompt_lens = [rng.randint(max_len // 8, max_len) for _ in range(num_requests)]
     output_lens = [rng.randint(max_len // 8, max_len) for _ in range(num_requests)]
-    prompts = [{"prompt_token_ids": [rng.randint(FIRST_ID, LAST_ID) for _ in range(length)]} for length in prompt_lens]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in output_lens]
     with LLM(model, **engine_options) as llm:
-        llm.generate(prompts[:1], params[:1], use_tqdm=False)
+        warm_up, *prompts = [random_prompt(rng, length, llm.engine.vocab_size) for length in (max_len, *prompt_lens)]
+        llm.generate(warm_up, params[0], use_tqdm=False)
         start_s = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=not as_json)
         duration_s = time.perf_counter() - start_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 _MAX_CACHED = 256
 _TOKENS_PER_WORD = 32
+
+
+_PLACE_IN_THE_LIBRARY = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""A clock time and a source file, with which the library's own errors begin: nothing for whoever sent the grammar."""
 
 
 class GrammarCursor:
@@ -100,7 +105,8 @@ class StructuredOutputCompiler:
             return self._compile_text(shape)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise InvalidRequestError(f"structured_output.{field}", text, f"cannot be compiled: {lines[-1]}") from None
+            cause = _PLACE_IN_THE_LIBRARY.sub("", lines[-1])
+            raise InvalidRequestError(f"structured_output.{field}", text, f"cannot be compiled: {cause}") from None
 
     def _compile_text(self, shape: StructuredOutput) -> xgrammar.CompiledGrammar:
         compiler = self._compiler_of_vocabulary()

@@ -1,11 +1,17 @@
 """`graphrunner serve` with a scripted core: `scripted_front.py [--restart-engine] [options of scripted_core.py]`."""
 
+# ruff: noqa: E402
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # from the first line on, as the command has it from its first import on
+
 import argparse
 import sys
 from pathlib import Path
 
 from graphrunner.entrypoints.cli.start import ending_at_once
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with ending_at_once():
     import typer
     from scripted_engine import ByteTokenizer

@@ -145,3 +145,9 @@ def test_a_bad_shape_is_refused_by_name(compiler, shape, field):
 def test_compiled_once(compiler):
     shape = StructuredOutput(regex="[0-9]+")
     assert compiler.compile(shape) is compiler.compile(StructuredOutput(regex="[0-9]+"))
+
+
+def test_a_refusal_says_what_is_wrong_and_nothing_of_the_library(compiler):
+    with pytest.raises(InvalidRequestError, match="cannot be compiled: .*nope") as caught:
+        compiler.compile(StructuredOutput(json_schema='{"$ref": "#/nope"}')).result()
+    assert ".cc:" not in str(caught.value) and "[" not in str(caught.value).partition("compiled:")[2]

@@ -148,6 +148,6 @@ def test_compiled_once(compiler):
 
 
 def test_a_refusal_says_what_is_wrong_and_nothing_of_the_library(compiler):
-    with pytest.raises(InvalidRequestError, match="cannot be compiled: .*nope") as caught:
+    with pytest.raises(InvalidRequestError, match=r"cannot be compiled: .*nope") as caught:
         compiler.compile(StructuredOutput(json_schema='{"$ref": "#/nope"}')).result()
     assert ".cc:" not in str(caught.value) and "[" not in str(caught.value).partition("compiled:")[2]

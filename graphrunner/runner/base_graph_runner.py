@@ -209,11 +209,11 @@ class BaseGraphRunner(BaseRunner):
 
         Without LOGITS, whose kernels are among those of SAMPLE.
         """
-        from graphrunner.kernels.triton.compile_ahead import compiling_ahead
-
         wanted = [key for key in keys if key.variant is not ForwardVariant.LOGITS]
         chosen = {(key.variant, (key.num_tokens - 1).bit_length()): key for key in wanted}
         try:
+            from graphrunner.kernels.triton.compile_ahead import compiling_ahead
+
             with compiling_ahead():
                 for key in chosen.values():
                     self.forward_over(self.capture_prepare(key), key.variant)

@@ -1,0 +1,240 @@
+"""Measuring configurations of the GPU kernels on the card at hand; `kernels.py --tune` is its command line."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.shapes import LLAMA_1B, LLAMA_8B, QWEN3_0_6B
+from graphrunner.kernels.triton import decode_attention as decode_attention_module
+from graphrunner.kernels.triton import linear_config, runtime
+from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata, ExtendMetadata
+from graphrunner.kernels.triton.decode_attention import DecodeAttentionConfig, decode_attention
+from graphrunner.kernels.triton.linear_config import LinearMode, LinearShape
+from graphrunner.kernels.triton.linear_tuning import (
+    LinearProblem,
+    LinearTiming,
+    compile_all,
+    time_in_graph,
+    tune_decode_linear,
+)
+from graphrunner.kernels.triton.prefill_attention import ExtendConfig, prepare_extend_attention
+from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
+
+MODELS = {"0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
+PAGE_SIZE = 16
+CONTEXT = 1024
+EXTEND_TOKENS = 8192
+EXTEND_CONFIGS = (
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2),
+)  # fmt: skip
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one model, from its Hugging Face configuration."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    has_qk_norm: bool
+    eps: float
+
+    @classmethod
+    def of(cls, config: dict) -> "Shape":
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        return cls(
+            hidden, config["num_hidden_layers"], heads, config["num_key_value_heads"],
+            config.get("head_dim", hidden // heads), config["intermediate_size"], config["vocab_size"],
+            config["model_type"] == "qwen3", config["rms_norm_eps"],
+        )  # fmt: skip
+
+    @property
+    def linears(self) -> list[LinearShape]:
+        """The projections of a layer and the head, as the tuner names them."""
+        return [
+            LinearShape(LinearMode.PLAIN, (self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
+            LinearShape(LinearMode.RESIDUAL, self.hidden, self.heads * self.head_dim),
+            LinearShape(LinearMode.GATED, self.ffn, self.hidden),
+            LinearShape(LinearMode.RESIDUAL, self.hidden, self.ffn),
+            LinearShape(LinearMode.ARGMAX, self.vocab, self.hidden),
+        ]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights one decode step reads."""
+        of = {LinearMode.GATED: 2}
+        sizes = [of.get(s.mode, 1) * s.num_outputs * s.num_inputs * 2 for s in self.linears]
+        return self.layers * sum(sizes[:4]) + sizes[4]
+
+    def kv_bytes(self, batch: int) -> int:
+        """Bytes of keys and values one decode step reads."""
+        return batch * CONTEXT * self.layers * 2 * self.kv_heads * self.head_dim * 2
+
+
+def _key(problem: LinearProblem) -> str:
+    return linear_config.config_key(DEVICE, problem.dtype, problem.shape, problem.num_rows)
+
+
+def tune_linears(shapes: dict[str, Shape], row_counts: list[int], is_exhaustive: bool) -> dict[str, tuple]:
+    """Measure every projection; print the winners; returns rows of TUNED_LINEAR."""
+    problems = [LinearProblem(linear, rows) for s in shapes.values() for linear in s.linears for rows in row_counts]
+    if not is_exhaustive:
+        # What the shipped table holds was measured on such a card.
+        problems = [p for p in problems if _key(p) not in TUNED_LINEAR]
+    problems = list(dict.fromkeys(problems))
+    table: dict[str, tuple] = {}
+
+    def report(problem: LinearProblem, timings: list[LinearTiming]) -> None:
+        best = timings[0]
+        by_kind: dict[str, float] = {}
+        for timing in timings:
+            by_kind.setdefault(timing.config.kind.value, round(timing.time_us, 1))
+        sizes = f"{problem.shape.mode.name.lower()} {problem.shape.num_outputs}x{problem.shape.num_inputs}"
+        row = linear_config.config_to_row(best.config)
+        print(f"tune {sizes} rows {problem.num_rows} {best.bandwidth_tb_s:.2f} TB/s {by_kind} {row}", flush=True)
+        table[_key(problem)] = row
+
+    tune_decode_linear(problems, DEVICE, max(1, (os.cpu_count() or 2) - 1), report, is_exhaustive)
+    return table
+
+
+def _attention_problem(shape: Shape, batch: int, place: torch.device, layers: int):
+    """Operands of decode attention at the benchmark's context."""
+    pages_per_row = CONTEXT // PAGE_SIZE
+    num_pages = 1 + batch * pages_per_row
+    size = (num_pages, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    real = place.type == "cuda"
+    caches = [
+        tuple(torch.empty(size, dtype=DTYPE, device=place).normal_() for _ in range(2))
+        for _ in range(layers)
+    ]  # fmt: skip
+    qkv = torch.ones(batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=DTYPE, device=place)
+    half = torch.ones(CONTEXT + 1, shape.head_dim // 2, device=place)
+    norm = torch.ones(shape.head_dim, device=place) if shape.has_qk_norm else None
+    layer = AttentionLayer(shape.head_dim**-0.5, half, half, norm, norm, shape.eps)
+    table = torch.zeros(batch + 1, pages_per_row, dtype=torch.int32, device=place)
+    last = torch.full((batch,), CONTEXT - 1, dtype=torch.int64, device=place)
+    slots = torch.zeros(batch, dtype=torch.int64, device=place)
+    if real:
+        table[1:] = (torch.randperm(num_pages - 1, device=place) + 1).view(batch, -1)
+        slots = table[1:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1
+    rows = torch.arange(1, batch + 1, dtype=torch.int32, device=place)
+    metadata = DecodeMetadata(last, slots, (last + 1).int(), rows, table)
+    return qkv, layer, caches, metadata
+
+
+def _compile_attention(job: tuple[Shape, int, DecodeAttentionConfig]) -> str:
+    shape, batch, config = job
+    meta = torch.device("meta")
+    try:
+        qkv, layer, caches, metadata = _attention_problem(shape, batch, meta, 1)
+        dtype = torch.float32 if config.num_splits > 1 else DTYPE
+        out = torch.empty(1, dtype=dtype, device=meta)
+        decode_attention_module.prepare_decode_attention(
+            qkv, layer, caches[0], metadata, config, DEVICE, (out, out)
+        ).compile()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tuple]:
+    """Measure tiles and splits of decode attention; returns rows of TUNED_ATTENTION."""
+    jobs, table = {}, {}
+    sms = runtime.num_multiprocessors(DEVICE)
+    for shape in shapes.values():
+        for batch in batches:
+            for programs in (1, 2, 4, 8, 16, 32):
+                splits = decode_attention_module._num_splits(programs * sms, batch * shape.kv_heads)
+                for block_n in (32, 64, 128):
+                    for warps in (2, 4, 8):
+                        for stages in (2, 3, 4, 5):
+                            if block_n * shape.head_dim * 4 * (stages - 1) <= 200 << 10:
+                                config = DecodeAttentionConfig(splits, block_n, warps, stages)
+                                jobs.setdefault((shape, batch, config), programs)
+    compiled = {(s, c.num_splits > 1, c.block_n, c.num_warps, c.num_stages): (s, b, c) for s, b, c in jobs}
+    compile_all(_compile_attention, compiled.values(), max(1, (os.cpu_count() or 2) - 1))
+    for shape in shapes.values():
+        for batch in batches:
+            layers = max(2, min(shape.layers, 24, (512 << 20) // (shape.kv_bytes(batch) // shape.layers)))
+            qkv, layer, caches, metadata = _attention_problem(shape, batch, DEVICE, layers)
+            timings = []
+            for (s, b, config), programs in jobs.items():
+                if (s, b) != (shape, batch):
+                    continue
+                try:
+
+                    def chain(config=config, caches=caches, qkv=qkv, layer=layer, metadata=metadata):
+                        for cache in caches:
+                            decode_attention(qkv, layer, *cache, metadata, config)
+
+                    timings.append((time_in_graph(chain, layers), programs, config))
+                except Exception:
+                    torch.cuda.synchronize()
+            timings.sort(key=lambda timing: timing[0])
+            time_us, programs, config = timings[0]
+            rate = shape.kv_bytes(batch) / shape.layers / time_us / 1e6
+            sizes = f"{shape.kv_heads}x{shape.head_dim} batch {batch}"
+            worst_us = timings[-1][0]
+            print(f"tune attention {sizes}: {time_us:.1f} us {rate:.2f} TB/s {config} worst {worst_us:.1f}", flush=True)
+            key = decode_attention_module.attention_key(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
+            table[key] = (programs, config.block_n, config.num_warps, config.num_stages)
+            decode_attention_module.TUNED_ATTENTION[key] = table[key]
+    return table
+
+
+def _extend_problem(shape: Shape, place: torch.device):
+    """Operands of a chunk of EXTEND_TOKENS tokens: prompts of 960 that begin in it."""
+    lens = [960] * (EXTEND_TOKENS // 960) + [EXTEND_TOKENS % 960]
+    qkv = torch.empty(EXTEND_TOKENS, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=DTYPE, device=place)
+    pages_per_row = 60
+    size = (1 + len(lens) * pages_per_row, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    caches = tuple(torch.empty(size, dtype=DTYPE, device=place) for _ in range(2))
+    for tensor in (qkv, *caches) if place.type == "cuda" else ():
+        tensor.normal_()
+    layer = AttentionLayer(shape.head_dim**-0.5)
+    rows = torch.arange(1, len(lens) + 1, dtype=torch.int32, device=place)
+    table = (torch.arange((len(lens) + 1) * pages_per_row, dtype=torch.int32, device=place) + 1 - pages_per_row).view(
+        -1, pages_per_row
+    )
+    starts = torch.tensor([0, *lens]).cumsum(0).int().to(place)
+    unused = torch.zeros(EXTEND_TOKENS, dtype=torch.int64, device=place)
+    metadata = ExtendMetadata(unused, unused, torch.tensor(lens).int().to(place), rows, table, starts)
+    return qkv, layer, caches, metadata
+
+
+def _compile_extend(job: tuple[Shape, ExtendConfig]) -> str:
+    shape, config = job
+    qkv, layer, caches, metadata = _extend_problem(shape, torch.device("meta"))
+    try:
+        prepare_extend_attention(qkv, layer, caches, metadata, config, DEVICE, qkv).compile()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tune_extend(shapes: dict[str, Shape]) -> None:
+    """Time tiles of the prompts' flash pass, and print them, best first."""
+    configs = [ExtendConfig(*row) for row in EXTEND_CONFIGS]
+    errors = compile_all(_compile_extend, [(s, c) for s in shapes.values() for c in configs], os.cpu_count() or 1)
+    for name, shape in shapes.items():
+        qkv, layer, caches, metadata = _extend_problem(shape, DEVICE)
+        out = torch.empty(EXTEND_TOKENS, shape.heads * shape.head_dim, dtype=DTYPE, device=DEVICE)
+        timings = []
+        for config in configs:
+            if errors[shape, config]:
+                continue
+            launch = prepare_extend_attention(qkv, layer, caches, metadata, config, DEVICE, out)
+            try:
+                timings.append((time_in_graph(lambda launch=launch: [launch.run() for _ in range(8)], 8), config))
+            except Exception:
+                torch.cuda.synchronize()
+        for time_us, config in sorted(timings, key=lambda timing: timing[0]):
+            print(f"extend {name}: {time_us:7.1f} us {config}", flush=True)

@@ -1,5 +1,6 @@
 """A hundred thousand bodies that nobody should send: never a 500, a hang, or a traceback.
 
+    pip install -c constraints.txt -e ".[fuzz]"
     python benchmarks/reliability/fuzz_bodies.py [--num-bodies 100000] [--schemathesis-s 300]
 
 Ours are mutations of good bodies of every route; schemathesis makes others from the server's own OpenAPI.

@@ -19,8 +19,9 @@ class SpeculativeConfig:
 
     method: str = "ngram"
     """A name of `graphrunner.speculative.registry`, or the import path of a module with `create_proposer`."""
-    num_speculative_tokens: int = _DEFAULT_COUNT
-    """Most draft tokens a request and round, 1 to 16."""
+    num_speculative_tokens: int | None = None
+    """Most draft tokens a request and round, 1 to 16. None is 4; with mtp as many as there are heads, with a tree as
+    many as it has guesses."""
     model: str | None = None
     """Hub id, folder or file of the draft; None takes the one shipped for the target, where the method has one."""
     speculative_token_tree: str | None = None
@@ -36,8 +37,10 @@ class SpeculativeConfig:
     """Propose nothing while at least this many requests decode; None leaves it to `adaptive`."""
 
     def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
             _check_int(name, getattr(self, name), 1, MAX_SPECULATIVE_TOKENS)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if self.speculative_token_tree is not None:
             self._take_tree()
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -47,10 +50,18 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config.method", self.method, "must be a name, as ngram")
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError("speculative_config.model", self.model, "must be a hub id or a path")
+        if self.method == "ngram" and self.model is not None:
+            problem = "method ngram has no draft: leave it out, or name the draft's method (eagle, mtp, draft_model)"
+            raise ConfigError("speculative_config.model", self.model, problem)
         if not isinstance(self.adaptive, bool):
             raise ConfigError("speculative_config.adaptive", self.adaptive, "must be true or false")
         if self.disable_by_batch_size is not None:
             _check_int("disable_by_batch_size", self.disable_by_batch_size, 1, 1 << 31)
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts a request and round."""
+        return self.num_speculative_tokens or _DEFAULT_COUNT
 
     @property
     def draft_tree(self) -> DraftTree | None:
@@ -71,7 +82,7 @@ class SpeculativeConfig:
             problem = f"method {self.method} makes no trees; eagle does"
             raise ConfigError(field, given, problem)
         assert tree is not None
-        if self.num_speculative_tokens not in (_DEFAULT_COUNT, len(tree.parents)):
+        if self.num_speculative_tokens not in (None, len(tree.parents)):
             problem = f"the tree has {len(tree.parents)} drafts: leave this out, or give the same number"
             raise ConfigError("speculative_config.num_speculative_tokens", self.num_speculative_tokens, problem)
         object.__setattr__(self, "num_speculative_tokens", len(tree.parents))

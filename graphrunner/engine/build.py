@@ -41,7 +41,7 @@ from graphrunner.models.registry import LanguageModel, ModelImpl, load_model, re
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.scheduler.scheduler import Scheduler
 from graphrunner.speculative.proposer import Proposer, Target
-from graphrunner.speculative.registry import create_proposer
+from graphrunner.speculative.registry import create_proposer, settled
 from graphrunner.speculative.speculation import Speculation
 from graphrunner.telemetry.log import get_logger, setup_logging
 from graphrunner.telemetry.startup import StartupClock
@@ -77,6 +77,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     elif device.type == "cpu":
         torch.set_num_threads(_num_physical_cores())
     source = source_of(config.load)
+    if config.speculative is not None:
+        config = replace(config, speculative=settled(config.speculative, source))
     model_config = load_model_config(source)
     limits = _limits(config.scheduler, model_config, device)
     if config.speculative is not None and limits.overlap:

@@ -134,7 +134,7 @@ class RunnerParts:
                 account=account,
                 new_backend=self._uniform_backend,
                 sizes=sizes,
-                max_drafts=config.num_speculative_tokens,
+                max_drafts=config.num_drafts,
                 is_lazy=graph.capture is CapturePolicy.LAZY,
             )
         )
@@ -142,7 +142,7 @@ class RunnerParts:
         controller = DraftController(
             widths, sizes, is_adaptive=config.adaptive, disable_at=config.disable_by_batch_size
         )  # fmt: skip
-        return Speculation(self.proposer, controller, config.num_speculative_tokens)
+        return Speculation(self.proposer, controller, config.num_drafts)
 
     def _uniform_backend(self, graph_pool: GraphPool | None = None) -> ExecutionBackend | None:
         """A backend for steps with the same number of tokens in every request; None where graphs are off."""
@@ -276,4 +276,4 @@ class RunnerParts:
 
 def num_drafts(config: EngineConfig) -> int:
     """Most draft tokens of a row and step."""
-    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    return 0 if config.speculative is None else config.speculative.num_drafts

@@ -172,17 +172,26 @@ def load_mtp(name: str, target: CausalLM, max_heads: int) -> MTPDraft:
         ModelLoadError: it has no heads, or some that are not read here; the message names the tensor.
     """
     layout, first = _layout_of(name)
-    checkpoint = open_draft(name, partial(_own_name, layout, first))
-    found = {int(key.split(".", 1)[0]) for key in checkpoint.shapes if re.match(r"\d+\.", key)}
-    if found != set(range(len(found))) or not found:
-        raise ModelLoadError(f"{name}: has no multi-token-prediction heads")
-    num_heads = min(len(found), max_heads)
+    num_heads = min(_count(name, layout, first), max_heads)
     checkpoint = open_draft(name, partial(_own_name, layout, first), num_layers=num_heads)
     draft = MTPDraft(checkpoint, layout, target, num_heads)
     fill_slots(draft.weight_slots(), _needed(checkpoint, draft))
     for head in draft.heads:
         head.finish_load(target.head.packed)
     return draft
+
+
+def count_mtp_heads(name: str) -> int:
+    """How many heads a folder has; only headers are read. Raises ModelLoadError when there are none."""
+    return _count(name, *_layout_of(name))
+
+
+def _count(name: str, layout: MTPLayout, first: int) -> int:
+    checkpoint = open_draft(name, partial(_own_name, layout, first))
+    found = {int(key.split(".", 1)[0]) for key in checkpoint.shapes if re.match(r"\d+\.", key)}
+    if found != set(range(len(found))) or not found:
+        raise ModelLoadError(f"{name}: has no multi-token-prediction heads")
+    return len(found)
 
 
 def _layout_of(name: str) -> tuple[MTPLayout, int]:

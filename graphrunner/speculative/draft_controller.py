@@ -182,7 +182,7 @@ class DraftController:
 def widths_of(config: SpeculativeConfig) -> tuple[int, ...]:
     """Widths to record for a configuration; a tree is verified whole or not at all."""
     is_adaptive = config.adaptive and config.speculative_token_tree is None
-    return widths_for(config.num_speculative_tokens, is_adaptive=is_adaptive)
+    return widths_for(config.num_drafts, is_adaptive=is_adaptive)
 
 
 def widths_for(num_speculative_tokens: int, *, is_adaptive: bool) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> DraftModelProp
         raise ConfigError("speculative_config.model", config.model, problem)
     options = replace(target.model.options, quantization=Quantization.NONE)
     model = load_model(source, model_config, options, seed=target.seed)
-    counts = [width - 1 for width in widths_for(config.num_speculative_tokens, is_adaptive=config.adaptive)]
+    counts = [width - 1 for width in widths_for(config.num_drafts, is_adaptive=config.adaptive)]
     return DraftModelProposer(model, counts)
 
 

@@ -37,7 +37,7 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> EagleProposer:
     if config.draft_tree is not None and any(layer is LayerType.SLIDING for layer in model.config.layer_types):
         problem = "needs a target without sliding windows: a window's border would cut branches at different places"
         raise ConfigError("speculative_config.speculative_token_tree", config.speculative_token_tree, problem)
-    draft = load_eagle(draft_path(config, target), model)
+    draft = load_eagle(draft_path(config, target.source), model)
     return EagleProposer(draft, widths_of(config), config.draft_tree)
 
 

@@ -24,9 +24,9 @@ from graphrunner.speculative.shipped_drafts import draft_path, native_target
 
 def create_proposer(config: SpeculativeConfig, target: Target) -> FrozenKVProposer:
     """See `registry.PROPOSERS`."""
-    draft = load_frozen_kv(draft_path(config, target), native_target(config, target))
+    draft = load_frozen_kv(draft_path(config, target.source), native_target(config, target))
     widths = widths_of(config)
-    return FrozenKVProposer(draft, widths, config.num_speculative_tokens)
+    return FrozenKVProposer(draft, widths, config.num_drafts)
 
 
 class FrozenKVProposer(DeviceProposer):

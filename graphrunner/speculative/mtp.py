@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
 from graphrunner.core.scheduled_batch import RowInit
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
-from graphrunner.models.mtp import MTPDraft, load_mtp
+from graphrunner.models.mtp import MTPDraft, count_mtp_heads, load_mtp
 from graphrunner.runner.base_draft_runner import RoundInputs, variant_of
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.multi_layer_eagle_draft_extend_cuda_graph_runner import (
@@ -27,16 +28,22 @@ from graphrunner.speculative.draft_runners import RunnerParts
 from graphrunner.speculative.prompt_round import PromptRound, PromptTokens
 from graphrunner.speculative.proposer import DeviceProposer, DraftRound, ProposerContext, Target, TargetNeeds
 from graphrunner.speculative.shipped_drafts import draft_path, native_target
+from graphrunner.weights.source import ModelSource
 
 
 def create_proposer(config: SpeculativeConfig, target: Target) -> MTPProposer:
     """See `registry.PROPOSERS`. Raises ConfigError when more drafts are asked for than there are heads."""
-    wanted = config.num_speculative_tokens
-    draft = load_mtp(draft_path(config, target), native_target(config, target), wanted)
+    wanted = config.num_drafts
+    draft = load_mtp(draft_path(config, target.source), native_target(config, target), wanted)
     if draft.num_heads < wanted:
-        problem = f"must be at most {draft.num_heads}, the heads of this checkpoint: each drafts one token"
+        problem = f"must be at most {draft.num_heads}, the heads of this checkpoint: leave it out to use them all"
         raise ConfigError("speculative_config.num_speculative_tokens", wanted, problem)
     return MTPProposer(draft, widths_of(config))
+
+
+def default_num_drafts(config: SpeculativeConfig, source: ModelSource) -> int:
+    """See `registry.settled`: every head drafts one token."""
+    return min(count_mtp_heads(draft_path(config, source)), MAX_SPECULATIVE_TOKENS)
 
 
 class MTPProposer(DeviceProposer):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
 from graphrunner.speculative.proposer import Proposer, Target
+from graphrunner.weights.source import ModelSource
 
 PROPOSERS: Mapping[str, str] = MappingProxyType(
     {
@@ -29,14 +31,37 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
         ConfigError: no such method, or a setting of it that cannot work.
         ModelLoadError: its weights.
     """
+    module = _module_of(config)
+    factory = getattr(module, "create_proposer", None)
+    if factory is None:
+        problem = f"module {module.__name__} has no create_proposer"
+        raise ConfigError("speculative_config.method", config.method, problem)
+    return factory(config, target)
+
+
+def settled(config: SpeculativeConfig, source: ModelSource) -> SpeculativeConfig:
+    """The configuration with a number of drafts in it.
+
+    A method that knows a better default than the common one says so in
+    `default_num_drafts(config: SpeculativeConfig, source: ModelSource) -> int`, beside its `create_proposer`.
+
+    Args:
+        source: of the target.
+
+    Raises:
+        ConfigError, ModelLoadError: as `create_proposer`.
+    """
+    count = getattr(_module_of(config), "default_num_drafts", None)
+    if config.num_speculative_tokens is not None or count is None:
+        return config
+    return replace(config, num_speculative_tokens=count(config, source))
+
+
+def _module_of(config: SpeculativeConfig) -> ModuleType:
     path = PROPOSERS.get(config.method, config.method)
     try:
-        module = import_module(path)
+        return import_module(path)
     except (ImportError, TypeError) as error:  # TypeError: a path that starts with a dot
         known = ", ".join(PROPOSERS)
         problem = f"is neither one of {known} nor a module that can be imported ({error})"
         raise ConfigError("speculative_config.method", config.method, problem) from None
-    factory = getattr(module, "create_proposer", None)
-    if factory is None:
-        raise ConfigError("speculative_config.method", config.method, f"module {path} has no create_proposer")
-    return factory(config, target)

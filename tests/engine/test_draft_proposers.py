@@ -68,6 +68,7 @@ def engines(targets: dict[str, Path], drafts: dict[str, Path]) -> Iterator[Calla
         base = {"max_model_len": 64, "max_num_seqs": 8, "num_pages": 200, "skip_tokenizer_init": True, "num_threads": 1}
         if draft is not None:
             method, count, _ = DRAFTS[draft]
+            count = None if "speculative_token_tree" in (speculative or {}) else count
             config = {"method": method, "num_speculative_tokens": count, "model": str(drafts[draft])}
             base["speculative_config"] = config | {"adaptive": False} | (speculative or {})
         made.append(LLM(str(targets[target]), **(base | options)))
@@ -227,6 +228,12 @@ def test_the_path_may_lead_through_a_second_guess(engines, plain, targets, tmp_p
 def test_trees_that_cannot_be_are_refused(engines, tree: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         engines("simple", "eagle1", {"speculative_token_tree": tree})
+
+
+def test_heads_say_how_many_drafts(engines) -> None:
+    llm = engines("simple", "mtp-deepseek", {"num_speculative_tokens": None})
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert max(step.num_drafts for step in llm.steps) == 2
 
 
 def test_what_cannot_work_is_refused(engines) -> None:

@@ -227,6 +227,7 @@ def test_drafts_that_cost_are_dropped_or_told(make_llm, known, solo, caplog, is_
         ({"method": "ngram", "speculative_tokens": 3}, "speculative_config.speculative_tokens=3: unknown"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "must not exceed prompt_lookup_max=2"),
         ({"method": "draft_model"}, "speculative_config.model=None"),
+        ({"method": "ngram", "model": "draft"}, "speculative_config.model='draft': method ngram has no draft"),
         ({"method": "ngram", "adaptive": 1}, "speculative_config.adaptive=1"),
         ("ngram", "speculative_config='ngram'"),
     ],

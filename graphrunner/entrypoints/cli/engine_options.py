@@ -25,6 +25,7 @@ _PANELS: Mapping[str, str] = {
     "graph": "Graphs",
     "telemetry": "Telemetry",
 }
+_NUM_DRAFTS_HELP = "Most draft tokens a round, 1 to 16. (default: 4; mtp: its number of heads)"
 _SPECULATIVE_HELP = "Verify draft tokens made by this method: ngram, draft_model, ... (docs/speculative.md)."
 _PLAIN = (int, float, str, bool, Path)
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -38,7 +39,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     sections = [(section, _PANELS[name]) for name, section in SECTIONS.items()]
     extra = (
         _parameter("speculative", str, _SPECULATIVE_HELP, "Speculation", default=None),
-        _parameter("num_speculative_tokens", int, "Most draft tokens a round, 1 to 16.", "Speculation", default=None),
+        _parameter("num_speculative_tokens", int, _NUM_DRAFTS_HELP, "Speculation", default=None),
         _parameter("speculative_model", str, "Hub id, folder or file of the draft.", "Speculation", default=None),
         _parameter("speculative_config", str, "Every setting of it, as a JSON object.", "Speculation", default=None),
         _parameter("num_threads", int, "CPU threads; without it the physical cores.", "Model", default=None),

@@ -13,19 +13,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.attention_common import (
     LOG2_E,
     AttentionLayer,
     ExtendMetadata,
-    check_cache,
-    load_rotated,
     masked_scores,
     softmax_step,
-    to_cache,
 )
 from graphrunner.kernels.triton.decode_attention import attend_single_tokens
+from graphrunner.kernels.triton.rope_store import rope_store
 
 FIXED_TILE_ROWS = 64
 """Between a decode row's one and a prompt's 128, for steps whose tiles must not depend on their size."""
@@ -33,50 +32,21 @@ FIXED_TILE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """Launch configuration of the flash pass: rows a tile (tokens times grouped heads), keys a tile, warps, ring."""
+    """Launch configuration of the flash pass.
+
+    Attributes:
+        num_rows: rows a tile, tokens times grouped heads.
+        block_n: keys a tile.
+        num_warps, num_stages: of the launch and of the ring of loads.
+        reads_step: a token finds the keys and values of its own step in qkv, through a tensor descriptor, and only
+            earlier ones in pages.
+    """
 
     num_rows: int
     block_n: int
     num_warps: int
     num_stages: int
-
-
-@triton.jit
-def _rope_store_kernel(
-    qkv_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slot_mapping_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    HALF: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token a program: rotate q in place, rotate and store k, store v."""
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, DP)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row_ptr = qkv_ptr + token * ((HQ + 2 * HK) * D)
-    position = tl.load(positions_ptr + token)
-    slot = tl.load(slot_mapping_ptr + token)
-    h = tl.arange(0, HQP)
-    q = load_rotated(
-        row_ptr, h * D, h < HQ, tl.zeros([HQP], tl.int64) + position, q_norm_ptr, cos_ptr, sin_ptr, eps, D, DP, HALF,
-        HAS_Q_NORM,
-    )  # fmt: skip
-    # Each head's partner channels are read by other threads of this program: all reads come before the first write.
-    tl.debug_barrier()
-    is_q = (h < HQ)[:, None] & (d < D)[None, :]
-    tl.store(row_ptr + h[:, None] * D + d[None, :], q.to(qkv_ptr.dtype.element_ty), mask=is_q)
-    hk = tl.arange(0, HKP)
-    k = load_rotated(
-        row_ptr, (HQ + hk) * D, hk < HK, tl.zeros([HKP], tl.int64) + position, k_norm_ptr, cos_ptr, sin_ptr, eps, D,
-        DP, HALF, HAS_K_NORM,
-    )  # fmt: skip
-    is_k = (hk < HK)[:, None] & (d < D)[None, :]
-    v = tl.load(row_ptr + (HQ + HK + hk)[:, None] * D + d[None, :], mask=is_k, other=0.0).to(tl.float32)
-    cache_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
-    offsets = (slot * HK + hk)[:, None] * D + d[None, :]
-    tl.store(k_cache_ptr + offsets, to_cache(k, inverse_k_scale, cache_dtype, IS_FP8), mask=is_k)
-    tl.store(v_cache_ptr + offsets, to_cache(v, inverse_v_scale, cache_dtype, IS_FP8), mask=is_k)
+    reads_step: bool = False
 
 
 @triton.jit
@@ -98,33 +68,43 @@ def _find_tile(query_start_loc_ptr, R, tile, least_len, TOKENS: tl.constexpr, BL
 
 @triton.jit
 def _attend_tiles(
-    q, k_cache_ptr, v_cache_ptr, table_row_ptr, hk, position, is_row, first, last, seq_len, scale_log2, soft_cap,
-    window, m, total, acc, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, NEEDS_MASK: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k_cache_ptr, v_cache_ptr, table_row_ptr, step_desc, step_row, hk, position, is_row, first, last, num_keys,
+    scale_log2, soft_cap, window, m, total, acc, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    NEEDS_MASK: tl.constexpr, FROM_STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend the keys of tiles [first, last); NEEDS_MASK false only where every row sees every key."""
+    """Attend the tiles [first, last) of num_keys keys; NEEDS_MASK false only where every row sees every key.
+
+    FROM_STEP: keys and values are rows of this step's qkv from step_row on, and position counts from there; otherwise
+    they are in pages.
+    """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, DP)
     for t in tl.range(first, last, num_stages=STAGES):
         o = t * BLOCK_N + n
-        is_cached = o < seq_len
-        page = tl.load(table_row_ptr + o // PAGE, mask=is_cached, other=0).to(tl.int64)
-        offsets = (((page * PAGE + o % PAGE) * HK + hk) * D)[:, None] + d[None, :]
-        is_real = is_cached[:, None] & (d < D)[None, :]
-        k = tl.load(k_cache_ptr + offsets, mask=is_real, other=0.0).to(q.dtype)
-        v = tl.load(v_cache_ptr + offsets, mask=is_real, other=0.0).to(q.dtype)
+        is_key = o < num_keys
+        if FROM_STEP:
+            row = step_row + t * BLOCK_N
+            k = step_desc.load([row, (HQ + hk) * D])
+            v = step_desc.load([row, (HQ + HK + hk) * D])
+            if NEEDS_MASK:
+                v = tl.where(is_key[:, None], v, 0.0)  # past the end are another request's: nothing times NaN is NaN
+        else:
+            page = tl.load(table_row_ptr + o // PAGE, mask=is_key, other=0).to(tl.int64)
+            offsets = (((page * PAGE + o % PAGE) * HK + hk) * D)[:, None] + d[None, :]
+            is_real = is_key[:, None] & (d < D)[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=is_real, other=0.0).to(q.dtype)
+            v = tl.load(v_cache_ptr + offsets, mask=is_real, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if NEEDS_MASK or HAS_CAP:
-            is_visible = is_row[:, None] & (o[None, :] <= position[:, None])
+            is_visible = is_row[:, None] & (o[None, :] <= position[:, None]) & is_key[None, :]
             if HAS_WINDOW:
                 is_visible = is_visible & (o[None, :] > (position - window)[:, None])
             scores = masked_scores(scores, is_visible, scale_log2, soft_cap, HAS_CAP)
             m, total, acc = softmax_step(scores, is_visible, v, m, total, acc)
         else:
-            scores = scores * scale_log2
-            new_m = tl.maximum(m, tl.max(scores, 1))
-            p = tl.exp2(scores - new_m[:, None])
+            new_m = tl.maximum(m, tl.max(scores, 1) * scale_log2)  # the scale is positive
+            p = tl.exp2(scores * scale_log2 - new_m[:, None])
             decay = tl.exp2(m - new_m)
             acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             total = total * decay + tl.sum(p, 1)
@@ -133,11 +113,42 @@ def _attend_tiles(
 
 
 @triton.jit
+def _attend_keys(
+    q, k_cache_ptr, v_cache_ptr, table_row_ptr, step_desc, step_row, hk, position, is_row, first_position, num_keys,
+    scale_log2, soft_cap, window, m, total, acc, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    FIXED: tl.constexpr, FROM_STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend num_keys keys: tiles that every row sees whole without a mask, then the rest.
+
+    first_position: of the tile's first row, which sees the fewest keys.
+    FIXED: which keys need no mask depends on the chunk, and their arithmetic is fused otherwise: all are masked.
+    """
+    if FIXED and not HAS_WINDOW:
+        split = 0
+    elif HAS_WINDOW:
+        split = tl.minimum(tl.maximum(first_position - window + 1, 0), num_keys) // BLOCK_N
+    else:
+        split = tl.minimum(first_position + 1, num_keys) // BLOCK_N
+        m, total, acc = _attend_tiles(
+            q, k_cache_ptr, v_cache_ptr, table_row_ptr, step_desc, step_row, hk, position, is_row, 0, split, num_keys,
+            scale_log2, soft_cap, window, m, total, acc, HQ, HK, D, DP, BLOCK_N, PAGE, False, HAS_CAP, False,
+            FROM_STEP, STAGES,
+        )  # fmt: skip
+    return _attend_tiles(
+        q, k_cache_ptr, v_cache_ptr, table_row_ptr, step_desc, step_row, hk, position, is_row, split,
+        tl.cdiv(num_keys, BLOCK_N), num_keys, scale_log2, soft_cap, window, m, total, acc, HQ, HK, D, DP, BLOCK_N,
+        PAGE, HAS_WINDOW, HAS_CAP, True, FROM_STEP, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
 def _extend_attention_kernel(
-    qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, query_start_loc_ptr, out_ptr,
-    max_pages, R, least_len, scale_log2, soft_cap, v_scale, window, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, GP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    qkv_ptr, step_desc, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, query_start_loc_ptr,
+    out_ptr, max_pages, R, least_len, scale_log2, soft_cap, v_scale, window, HQ: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    FIXED: tl.constexpr, FROM_STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HQ // HK
     hk = tl.program_id(1)
@@ -156,64 +167,31 @@ def _extend_attention_kernel(
         d = tl.arange(0, DP)
         query = first_query + r // GP
         is_row = (query < query_len) & (r % GP < GROUP)
-        position = seq_len - query_len + query
+        prefix_len = seq_len - query_len
         head = hk * GROUP + r % GP
         token = (query_start + query).to(tl.int64)
         is_real = is_row[:, None] & (d < D)[None, :]
         q_offsets = (token * (HQ + 2 * HK) + head)[:, None] * D + d[None, :]
         q = tl.load(qkv_ptr + q_offsets, mask=is_real, other=0.0)
-        first_position = seq_len - query_len + first_query
-        num_keys = tl.minimum(first_position + TOKENS, seq_len)
-        last_tile = tl.cdiv(num_keys, BLOCK_N)
+        num_own_keys = tl.minimum(first_query + TOKENS, query_len)
         m = tl.full([TOKENS * GP], -1.0e30, tl.float32)
         total = tl.zeros([TOKENS * GP], tl.float32)
         acc = tl.zeros([TOKENS * GP, DP], tl.float32)
-        if HAS_WINDOW:
-            split_tile = tl.maximum(first_position - window + 1, 0) // BLOCK_N
-        else:
-            split_tile = (first_position + 1) // BLOCK_N
-            m, total, acc = _attend_tiles(
-                q, k_cache_ptr, v_cache_ptr, table_row_ptr, hk, position, is_row, 0, split_tile, seq_len, scale_log2,
-                soft_cap, window, m, total, acc, HK, D, DP, BLOCK_N, PAGE, False, HAS_CAP, False, STAGES,
-            )  # fmt: skip
-        m, total, acc = _attend_tiles(
-            q, k_cache_ptr, v_cache_ptr, table_row_ptr, hk, position, is_row, split_tile, last_tile, seq_len,
-            scale_log2, soft_cap, window, m, total, acc, HK, D, DP, BLOCK_N, PAGE, HAS_WINDOW, HAS_CAP, True, STAGES,
+        num_paged_keys = prefix_len if FROM_STEP else prefix_len + num_own_keys
+        m, total, acc = _attend_keys(
+            q, k_cache_ptr, v_cache_ptr, table_row_ptr, step_desc, query_start, hk, prefix_len + query, is_row,
+            prefix_len + first_query, num_paged_keys, scale_log2, soft_cap, window, m, total, acc, HQ, HK, D, DP,
+            BLOCK_N, PAGE, HAS_WINDOW, HAS_CAP, FIXED, False, STAGES,
         )  # fmt: skip
+        if FROM_STEP:
+            m, total, acc = _attend_keys(
+                q, k_cache_ptr, v_cache_ptr, table_row_ptr, step_desc, query_start, hk, query, is_row, first_query,
+                num_own_keys, scale_log2, soft_cap, window, m, total, acc, HQ, HK, D, DP, BLOCK_N, PAGE, HAS_WINDOW,
+                HAS_CAP, FIXED, True, STAGES,
+            )  # fmt: skip
         result = acc * (v_scale / tl.maximum(total, 1.0e-30))[:, None]
         out_offsets = (token * HQ + head)[:, None] * D + d[None, :]
         tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=is_real)
-
-
-def rope_store(qkv: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, metadata: ExtendMetadata) -> None:
-    """Normalise and rotate the query heads in place; normalise, rotate and store keys; store values.
-
-    Args:
-        qkv: float [T, (Hq + 2 Hk) * D], contiguous, device; its query heads are overwritten.
-        layer: what the layer computes.
-        k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
-        metadata: the step.
-
-    In graph: yes. Sync: none.
-    """
-    check_cache(k_cache, v_cache)
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    if qkv.shape[0] == 0:
-        return
-    assert qkv.is_contiguous()
-    pdl = runtime.use_dependent_launch(qkv.device)
-    tables = (layer.cos, layer.sin, layer.q_norm_weight, layer.k_norm_weight)
-    runtime.launch(
-        _rope_store_kernel, (qkv.shape[0],),
-        qkv, k_cache, v_cache, metadata.positions, metadata.slot_mapping,
-        *(qkv if table is None else table for table in tables),
-        layer.norm_eps, 1.0 / layer.k_scale, 1.0 / layer.v_scale, HQ=num_q_heads, HK=num_kv_heads, D=head_dim,
-        DP=triton.next_power_of_2(head_dim), HALF=layer.half_rotary_dim, HQP=triton.next_power_of_2(num_q_heads),
-        HKP=triton.next_power_of_2(num_kv_heads), HAS_Q_NORM=layer.q_norm_weight is not None,
-        HAS_K_NORM=layer.k_norm_weight is not None, IS_FP8=k_cache.dtype.itemsize == 1, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
-    )  # fmt: skip
 
 
 def extend_attention(
@@ -227,7 +205,7 @@ def extend_attention(
     """Normalise, rotate, store and attend any mix of prompt chunks and decode rows.
 
     Args:
-        qkv: float [T, (Hq + 2 Hk) * D], contiguous, device; its query heads are overwritten.
+        qkv: float [T, (Hq + 2 Hk) * D], contiguous, device; its query and key heads are overwritten.
         layer: what the layer computes.
         k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
         metadata: the step; requests without queries and tokens past query_start_loc[-1] are padding.
@@ -245,8 +223,8 @@ def extend_attention(
         return out
     if _has_singles(metadata):
         attend_single_tokens(qkv, layer, k_cache, v_cache, metadata, out)
-    rope_store(qkv, layer, k_cache, v_cache, metadata)
-    config = config or default_extend_config(qkv.dtype, head_dim, num_tokens, metadata.has_fixed_tiles)
+    config = config or default_extend_config(qkv, k_cache, metadata.has_fixed_tiles)
+    rope_store(qkv, layer, k_cache, v_cache, metadata, config.reads_step)
     prepare_extend_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, out).run()
     return out
 
@@ -256,17 +234,19 @@ def _has_singles(metadata: ExtendMetadata) -> bool:
     return metadata.seq_lens.shape[0] > 1 and not metadata.has_fixed_tiles
 
 
-def default_extend_config(
-    dtype: torch.dtype, head_dim: int, num_tokens: int, has_fixed_tiles: bool = False
-) -> ExtendConfig:
+def default_extend_config(qkv: Tensor, k_cache: Tensor, has_fixed_tiles: bool = False) -> ExtendConfig:
     """Tiles for these sizes; with fixed tiles they do not depend on the number of tokens."""
-    is_small = dtype.itemsize == 2 and triton.next_power_of_2(head_dim) <= 128
+    num_tokens, head_dim = qkv.shape[0], k_cache.shape[3]
+    is_small = qkv.dtype.itemsize == 2 and triton.next_power_of_2(head_dim) <= 128
     if not is_small:
         return ExtendConfig(16, 32, 4, 2)
     num_stages = 3 if head_dim <= 64 else 2
     if has_fixed_tiles:
         return ExtendConfig(FIXED_TILE_ROWS, 64, 4, num_stages)
-    return ExtendConfig(64 if num_tokens > 64 else 16, 64, 4, num_stages)
+    if num_tokens <= 64:
+        return ExtendConfig(16, 64, 4, num_stages)
+    is_stored_as_it_is = k_cache.dtype == qkv.dtype and head_dim == triton.next_power_of_2(head_dim)
+    return ExtendConfig(64, 64, 4, num_stages, is_stored_as_it_is and runtime.has_tensor_descriptors(qkv.device))
 
 
 def prepare_extend_attention(
@@ -293,11 +273,11 @@ def prepare_extend_attention(
     num_rows = max(config.num_rows, padded_group)
     tokens_per_tile = num_rows // padded_group
     pdl = runtime.use_dependent_launch(device)
+    step = TensorDescriptor.from_tensor(qkv, [config.block_n, head_dim]) if config.reads_step else qkv
     operands = (
-        qkv, *caches, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.query_start_loc, out,
-        metadata.page_table.shape[1], num_requests, 2 if _has_singles(metadata) else 1,
-        layer.scale * LOG2_E * layer.k_scale,
-        layer.soft_cap, layer.v_scale, layer.sliding_window,
+        qkv, step, *caches, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.query_start_loc,
+        out, metadata.page_table.shape[1], num_requests, 2 if _has_singles(metadata) else 1,
+        layer.scale * LOG2_E * layer.k_scale, layer.soft_cap, layer.v_scale, layer.sliding_window,
     )  # fmt: skip
     settings = {
         "HQ": num_q_heads,
@@ -311,6 +291,8 @@ def prepare_extend_attention(
         "PAGE": page_size,
         "HAS_WINDOW": layer.sliding_window > 0,
         "HAS_CAP": layer.soft_cap > 0.0,
+        "FIXED": metadata.has_fixed_tiles,
+        "FROM_STEP": config.reads_step,
         "STAGES": config.num_stages,
         "PDL": pdl,
         "num_warps": config.num_warps if num_rows == config.num_rows else 4,

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+Operand = Tensor | TensorDescriptor | int | float
 
 _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH = (9, 0)
 _FIRST_CAPABILITY_WITH_FP8 = (8, 9)
@@ -30,6 +33,11 @@ def use_dependent_launch(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return _cuda_facts(_index(device))[0] >= _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH
+
+
+def has_tensor_descriptors(device: torch.device) -> bool:
+    """Whether kernels on this device load whole tiles through a descriptor (TMA)."""
+    return device.type != "cuda" or use_dependent_launch(device)
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -83,7 +91,7 @@ def compiling_only() -> Iterator[None]:
 def launch(
     kernel: JITFunction,
     grid: tuple[int, ...] | torch.Size,
-    *operands: Tensor | int | float,
+    *operands: Operand,
     **settings: int | bool | str,
 ) -> None:
     """Launch on the current stream.
@@ -113,7 +121,7 @@ class Launch:
 
     kernel: JITFunction
     grid: tuple[int, ...]
-    operands: tuple[Tensor | int | float, ...]
+    operands: tuple[Operand, ...]
     settings: dict[str, int | bool | str]
 
     def run(self) -> None:

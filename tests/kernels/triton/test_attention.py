@@ -1,5 +1,7 @@
 """Paged attention kernels against the torch twin, with poison in everything that must not be read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from graphrunner.kernels import reference, reference_gpu
 from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata, ExtendMetadata
 from graphrunner.kernels.triton.decode_attention import DecodeAttentionConfig, decode_attention
 from graphrunner.kernels.triton.gpu_ops import rope_store_attention
+from graphrunner.kernels.triton.prefill_attention import ExtendConfig, extend_attention
 
 PAGE, MAX_PAGES = 4, 16
 
@@ -206,6 +209,29 @@ def test_dummy_row_decodes_without_harm(device):
     qkv = torch.cat((step.qkv, torch.full_like(step.qkv, float("nan"))))
     out = rope_store_attention(qkv, step.layer, step.k_cache, step.v_cache, metadata)
     torch.testing.assert_close(out[:1], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fields", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_keys_of_the_step_itself_are_read_where_they_were_made(fields, block_n, device):
+    """Prompts, chunks behind pages, a decode row; the tokens past the last request hold NaN."""
+    step = Step([37, 1, 18, 5, 70], [0, 9, 21, 3, 16], device, dtype=torch.bfloat16, max_pages=32, **fields)
+    expected = step.expected()
+    metadata = step.extend_metadata()
+    num_tokens = step.qkv.shape[0]
+    padded = torch.cat((step.qkv, torch.full_like(step.qkv[:9], float("nan"))))
+    zeros = torch.zeros(9, dtype=torch.int64, device=device)  # page 0 is no request's
+    metadata = replace(
+        metadata,
+        positions=torch.cat((metadata.positions, zeros)),
+        slot_mapping=torch.cat((metadata.slot_mapping, zeros)),
+    )
+    page_zero = step.k_cache[0].clone()
+    config = ExtendConfig(32, block_n, 4, 2, reads_step=True)
+    out = extend_attention(padded, step.layer, step.k_cache, step.v_cache, metadata, config)
+    step.k_cache[0] = step.v_cache[0] = page_zero
+    step.check(out[:num_tokens], tolerance=3e-2, expected=expected)
+    assert not out[num_tokens:].any()
 
 
 def _fixed(step: Step) -> ExtendMetadata:

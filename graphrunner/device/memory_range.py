@@ -96,7 +96,7 @@ class FixedRange(MemoryRange):
         if self._storage.nbytes() == 0:
             try:
                 self._storage.resize_(self.num_bytes)
-            except RuntimeError as cause:  # torch's out of memory
+            except torch.OutOfMemoryError as cause:
                 raise MemoryError(f"{self.num_bytes} bytes cannot be allocated") from cause
             self._tensor.zero_()
 

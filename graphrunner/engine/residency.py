@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from graphrunner.config.engine_config import CacheConfig, SchedulerConfig
 from graphrunner.core.errors import ConfigError, EngineStateError, ModelLoadError
 from graphrunner.core.sleep_level import SleepLevel
@@ -115,11 +117,12 @@ class Residency:
             self.pool.reopen()
             _capture(self._model_runner.graph_runners)
             self.pool.commit(self.pool.num_pages)
-        except MemoryError as cause:
+        except (MemoryError, torch.OutOfMemoryError) as cause:
             self._give_back()
-            free = self.pool.device.free_bytes() >> 20
-            raise EngineStateError(f"the device has not the memory to wake up, {free} MiB are free: {cause}") from cause
-        except ModelLoadError:
+            free, reason = self.pool.device.free_bytes() >> 20, str(cause).partition("\n")[0]
+            problem = f"the device has not the memory to wake up, {free} MiB are free: {reason}"
+            raise EngineStateError(problem) from cause
+        except BaseException:  # a checkpoint that cannot be read; Ctrl-C: half awake is nothing to go on with
             self._give_back()
             raise
         self._level = None

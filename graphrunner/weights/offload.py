@@ -16,8 +16,13 @@ class _Block:
     storage: torch.UntypedStorage
     device: torch.device
     num_bytes: int
+    is_on_host: bool  # nothing is gained by moving it
     is_loaded: bool  # filled from the checkpoint, so it can be filled again
     host: Tensor | None = None
+
+    @property
+    def is_away(self) -> bool:
+        return self.storage.nbytes() == 0
 
     def bytes(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)  # type: ignore[call-overload]
@@ -39,7 +44,9 @@ class ModelMemory:
         for tensor in (tensor for module in (model, *others) for tensor in _tensors(module)):
             storage, address = tensor.untyped_storage(), _address(tensor)
             if address and storage.resizable() and address not in self._blocks:
-                self._blocks[address] = _Block(storage, tensor.device, storage.nbytes(), address in loaded)
+                self._blocks[address] = _Block(
+                    storage, tensor.device, storage.nbytes(), _is_on_host(tensor.device), address in loaded
+                )
 
     @property
     def num_bytes(self) -> int:
@@ -47,10 +54,10 @@ class ModelMemory:
         return sum(block.num_bytes for block in self._blocks.values())
 
     def move_to_host(self) -> None:
-        """Take everything off an accelerator. Nothing happens to what is on the host already."""
+        """Take everything off an accelerator. Nothing happens to what is on the host already, or away."""
         for block in self._blocks.values():
-            if block.device.type != "cpu":
-                block.host = block.bytes().cpu()
+            if not block.is_on_host and not block.is_away:
+                block.host = block.bytes().to("cpu", copy=True)
                 block.storage.resize_(0)
 
     def drop_loaded(self) -> None:
@@ -64,22 +71,26 @@ class ModelMemory:
         """Bring everything back; what was dropped holds anything, to be loaded.
 
         Raises:
-            MemoryError: the device has not that much; all is taken away again.
+            MemoryError: the device has not that much; all is taken away again, as it is after any other error.
         """
-        brought: list[_Block] = []
+        brought = [block for block in self._blocks.values() if block.is_away]
         try:
-            for block in self._blocks.values():
-                if block.storage.nbytes() == 0:
-                    brought.append(block)
-                    block.storage.resize_(block.num_bytes)
-                    if block.host is not None:
-                        block.bytes().copy_(block.host)
-        except RuntimeError as cause:  # torch's out of memory
+            for block in brought:
+                block.storage.resize_(block.num_bytes)
+                if block.host is not None:
+                    block.bytes().copy_(block.host)
+        except BaseException as cause:
             for block in brought:
                 block.storage.resize_(0)
-            raise MemoryError(f"{self.num_bytes} bytes of weights do not fit") from cause
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise MemoryError(f"{self.num_bytes} bytes of weights do not fit") from cause
+            raise
         for block in brought:
             block.host = None
+
+
+def _is_on_host(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

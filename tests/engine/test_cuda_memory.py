@@ -64,10 +64,11 @@ def test_utilization_is_used_up_and_never_exceeded(make_llm: Make, solo, share: 
 
 
 def test_the_last_page_is_there(make_llm: Make) -> None:
+    """And all are zero but page 0, the dummy page: recording runs write there, as padding does."""
     llm = make_llm(device="cuda", num_pages=3000)
     for layer in llm.engine.core.model_runner.decode_cuda_graph_runner.context.kv_layers:
         for cache in (layer.k, layer.v):
-            assert cache.shape[0] == 3000 and not cache.any()
+            assert cache.shape[0] == 3000 and not cache[1:].any()
             cache[-1].fill_(1)
             assert cache[-1].float().sum().item() == cache[-1].numel()
 

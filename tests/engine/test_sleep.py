@@ -90,6 +90,48 @@ def test_everything_is_given_back(make_llm: Make, monkeypatch: pytest.MonkeyPatc
     assert all(runner.backend._forwards for runner in model_runner.graph_runners)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_of_a_card_go_and_come_back(
+    make_llm: Make, monkeypatch: pytest.MonkeyPatch, name: str, level: int
+) -> None:
+    """Nothing of the model stays on a card, and a wake that fails half way loses nothing of what the host keeps."""
+    card = install(monkeypatch, FakeAccelerator(2048 * MIB))
+    llm = make_llm(**GRAPHS | CONFIGS[name])
+    expected = generate(llm, PROMPTS, greedy(6))
+    blocks = llm.engine.token_engine._residency._memory._blocks.values()
+    for _ in range(2):
+        llm.sleep(level)
+        assert all(block.is_away for block in blocks)
+        assert all((block.host is None) == (level == 2 and block.is_loaded) for block in blocks)
+        card.set_limit(0)
+        with pytest.raises(EngineStateError, match="the device has not the memory to wake up"):
+            llm.wake()
+        assert llm.is_asleep and all(block.is_away for block in blocks)
+        card.set_limit(1 << 40)
+        llm.wake()
+        assert not any(block.is_away or block.host is not None for block in blocks)
+        assert generate(llm, PROMPTS, greedy(6)) == expected
+
+
+def test_an_error_that_is_not_about_memory_is_told_as_it_is(make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(**GRAPHS)
+    expected = generate(llm, PROMPTS, greedy(5))
+    llm.sleep(2)
+    residency = llm.engine.token_engine._residency
+    for error, shown in (
+        (RuntimeError("an odd kernel"), pytest.raises(RuntimeError, match="an odd kernel")),
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
+        (torch.OutOfMemoryError("2 GiB\nallocator state"), pytest.raises(EngineStateError, match=r"free: 2 GiB$")),
+    ):
+        with monkeypatch.context() as patch, shown:
+            patch.setattr(residency, "_reload", lambda error=error: (_ for _ in ()).throw(error))
+            llm.wake()
+        assert llm.is_asleep
+    llm.wake()
+    assert generate(llm, PROMPTS, greedy(5)) == expected
+
+
 def test_a_dropped_weight_takes_no_memory(make_llm: Make) -> None:
     llm = make_llm(**GRAPHS)
     memory = llm.engine.token_engine._residency._memory

@@ -19,6 +19,7 @@ from graphrunner.device import registry, virtual_memory
 from graphrunner.device.cpu import CpuDevice
 from graphrunner.device.cuda_driver import CudaDriver
 from graphrunner.device.memory_range import FixedRange, MemoryRange
+from graphrunner.weights import offload
 
 DEVICE_INDEX = 3
 GRANULE_BYTES = 1 << 16
@@ -97,7 +98,8 @@ def host_tensor_at(address: int, num_bytes: int, device: torch.device, owner: ob
 
 
 def install(monkeypatch: pytest.MonkeyPatch, accelerator: FakeAccelerator) -> FakeAccelerator:
-    """Let the host be this device."""
+    """Let the host be this device: its tensors are moved to the host as a card's are."""
+    monkeypatch.setattr(offload, "_is_on_host", lambda device: False)
     monkeypatch.setattr(virtual_memory, "tensor_at", host_tensor_at)
     monkeypatch.setattr(registry, "_cpu_device", lambda: accelerator)
     return accelerator

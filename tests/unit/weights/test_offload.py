@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphrunner.weights import offload
 from graphrunner.weights.offload import ModelMemory
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.cuda)]
@@ -71,7 +72,31 @@ def test_others_are_never_dropped() -> None:
     assert torch.equal(draft.weight, expected)
 
 
-def test_a_restore_that_fails_takes_all_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_empty_after_a_drop_and_fails_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a card alone does, with the host in its place."""
+    monkeypatch.setattr(offload, "_is_on_host", lambda device: False)
+    toy = Toy("cpu")
+    mask, rope = toy.mask.clone(), toy.tables["rope"][0].clone()
+    memory = ModelMemory(toy)
+    for _ in range(2):
+        memory.drop_loaded()
+        memory.move_to_host()
+        assert not any(tensor.untyped_storage().nbytes() for tensor in toy.tensors())
+    memory.restore()
+    toy.weight.data.fill_(3)
+    assert torch.equal(toy.mask, mask) and torch.equal(toy.tables["rope"][0], rope)
+    assert (toy.packed.data == 3).all() and (toy.packed.scale == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (torch.OutOfMemoryError("no room"), pytest.raises(MemoryError, match="bytes of weights do not fit")),
+        (RuntimeError("sizes differ"), pytest.raises(RuntimeError, match="sizes differ")),
+    ],
+    ids=["memory", "other"],
+)
+def test_a_restore_that_fails_takes_all_away_again(monkeypatch: pytest.MonkeyPatch, error: Exception, shown) -> None:
     toy = Toy("cpu")
     memory = ModelMemory(toy)
     memory.drop_loaded()
@@ -80,11 +105,11 @@ def test_a_restore_that_fails_takes_all_away_again(monkeypatch: pytest.MonkeyPat
     def resize(self: torch.UntypedStorage, size: int) -> object:
         calls.append(size)
         if size and len(calls) == 2:
-            raise RuntimeError("out of memory")
+            raise error
         return real(self, size)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
-    with pytest.raises(MemoryError, match="bytes of weights do not fit"):
+    with shown:
         memory.restore()
     assert not toy.weight.untyped_storage().nbytes() and not toy.child.weight.untyped_storage().nbytes()
     memory.restore()

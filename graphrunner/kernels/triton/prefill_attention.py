@@ -297,6 +297,8 @@ def prepare_extend_attention(
         "PDL": pdl,
         "num_warps": config.num_warps if num_rows == config.num_rows else 4,
         "launch_pdl": pdl,
+        # This kernel is compiled anew for a larger batch: nothing may be left for a compiler to fuse or not.
+        "enable_fp_fusion": not metadata.has_fixed_tiles,
     }
     grid = (triton.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)
     return runtime.Launch(_extend_attention_kernel, grid, operands, settings)

@@ -4,7 +4,7 @@ Shape legend: R rows, V vocabulary, P partial results a row.
 
 A row's token is the arg-max of logit / temperature + Gumbel noise over the tokens its filters keep, which is a draw
 from the filtered softmax. The noise is a pure function of (seed, position, token): see kernels/noise.py.
-Twins: reference_gpu.sample_tokens, reference_gpu.filter_threshold.
+Twins: reference_gpu.sample_tokens, reference_gpu.filter_threshold, torch.logsumexp.
 """
 
 from dataclasses import dataclass
@@ -116,6 +116,27 @@ def _reduce_argmax_kernel(value_ptr, index_ptr, token_ptr, P, BLOCK: tl.constexp
     tl.store(token_ptr + row, tl.where(token == _NO_INDEX, 0, token))
 
 
+@triton.jit
+def _log_sum_kernel(logits_ptr, sum_ptr, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One row a program, whatever the others are."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits_ptr + row * V + start + i, mask=start + i < V, other=-float("inf"))
+        best = tl.maximum(best, x)
+    top = tl.max(best, 0)
+    top = tl.where(top == -float("inf"), 0.0, top)  # a row of nothing else sums up to 0
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits_ptr + row * V + start + i, mask=start + i < V, other=-float("inf"))
+        total += tl.exp(x - top)
+    tl.store(sum_ptr + row, top + tl.log(tl.sum(total, 0)))
+
+
 def _new_partials(logits: Tensor) -> ArgmaxPartials:
     num_partials = triton.cdiv(logits.shape[1], _BLOCK)
     return ArgmaxPartials(
@@ -201,6 +222,27 @@ def filter_thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
         num_warps=16, launch_pdl=pdl,
     )  # fmt: skip
     return thresholds
+
+
+def row_log_sums(logits: Tensor) -> Tensor:
+    """log(sum(exp(row))) of each row, summed in one order however many rows there are.
+
+    Args:
+        logits: float32 [R, V], contiguous, device; no NaN, no plus infinity.
+
+    Returns:
+        float32 [R]; -inf for a row of minus infinities. In graph: yes. Sync: none.
+    """
+    assert logits.is_contiguous() and logits.dtype is torch.float32
+    sums = logits.new_empty(logits.shape[0])
+    if logits.shape[0] == 0:
+        return sums
+    block, pdl = min(4096, triton.next_power_of_2(logits.shape[1])), runtime.use_dependent_launch(logits.device)
+    runtime.launch(
+        _log_sum_kernel, (logits.shape[0],),
+        logits, sums, logits.shape[1], BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+    return sums
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:

@@ -140,3 +140,15 @@ def test_noise_is_gumbel():
     torch.testing.assert_close(
         noise.gumbel_from_bits(bits).double(), -torch.log(-torch.log1p(-v)), atol=1e-5, rtol=1e-5
     )
+
+
+def test_log_sums_do_not_depend_on_the_rows_beside(device):
+    logits = torch.randn(5, 4500, device=device) * 4
+    logits[1] = -torch.inf
+    logits[2, 7:] = -torch.inf
+    logits[3, 0] = 1e30
+    sums = sample.row_log_sums(logits)
+    torch.testing.assert_close(sums, logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
+    for row in range(5):
+        assert torch.equal(sample.row_log_sums(logits[row : row + 1]), sums[row : row + 1])
+    assert sample.row_log_sums(logits[:0]).shape == (0,)

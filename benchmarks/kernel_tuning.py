@@ -26,7 +26,9 @@ PAGE_SIZE = 16
 CONTEXT = 1024
 EXTEND_TOKENS = 8192
 EXTEND_CONFIGS = (
-    (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2),
+    (64, 64, 4, 2, False), (64, 64, 4, 3, False), (64, 32, 4, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
+    (64, 128, 4, 2, True), (128, 32, 8, 4, True), (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 64, 8, 4, True),
+    (128, 128, 8, 2, True), (128, 128, 8, 3, True), (128, 64, 4, 2, True),
 )  # fmt: skip
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda", 0)
@@ -236,5 +238,8 @@ def tune_extend(shapes: dict[str, Shape]) -> None:
                 timings.append((time_in_graph(lambda launch=launch: [launch.run() for _ in range(8)], 8), config))
             except Exception:
                 torch.cuda.synchronize()
+        # Causal: a token sees on average half of its prompt; two products of two operations each.
+        lens = metadata.seq_lens.tolist()
+        operations = sum(4 * length * (length + 1) / 2 for length in lens) * shape.heads * shape.head_dim
         for time_us, config in sorted(timings, key=lambda timing: timing[0]):
-            print(f"extend {name}: {time_us:7.1f} us {config}", flush=True)
+            print(f"extend {name}: {time_us:7.1f} us {operations / time_us / 1e6:4.0f} TFLOP/s {config}", flush=True)

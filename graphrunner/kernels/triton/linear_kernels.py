@@ -155,7 +155,7 @@ def _weighted(x, norm_weight, dtype: tl.constexpr):
 
 @triton.jit
 def mma_epilogue(
-    y, up, squares, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
+    y, up, squares, n, b, tile, num_tiles, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
     ROWS, K: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +181,7 @@ def mma_epilogue(
         values = tl.where(n[:, None] < N, rounded.to(tl.float32), -float("inf"))
         best = tl.max(values, 0)
         index = tl.min(tl.where(values == best[None, :], n[:, None], N - 1), 0)
-        slot = b * tl.num_programs(0) + tl.program_id(0)
+        slot = b * num_tiles + tile
         tl.store(value_ptr + slot, best, mask=b < ROWS)
         tl.store(index_ptr + slot, index, mask=b < ROWS)
 
@@ -237,8 +237,8 @@ def mma_linear_kernel(
         if MODE == MODE_GATED:
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
     mma_epilogue(
-        tl.sum(acc, 0), tl.sum(up_acc, 0), tl.sum(squares, 0), n, b, bias_ptr, residual_ptr, out_ptr, value_ptr,
-        index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
+        tl.sum(acc, 0), tl.sum(up_acc, 0), tl.sum(squares, 0), n, b, tl.program_id(0), tl.num_programs(0), bias_ptr,
+        residual_ptr, out_ptr, value_ptr, index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip
 
 
@@ -289,6 +289,6 @@ def warpgroup_linear_kernel(
         if MODE == MODE_GATED:
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
     mma_epilogue(
-        acc, up_acc, squares, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
-        ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
+        acc, up_acc, squares, n, b, tl.program_id(0), tl.num_programs(0), bias_ptr, residual_ptr, out_ptr, value_ptr,
+        index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip

@@ -136,7 +136,7 @@ def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     shape, num_rows = problem.shape, problem.num_rows
     halves = 2 if shape.mode is LinearMode.GATED else 1
     num_multiprocessors = runtime.num_multiprocessors(torch.device("cuda", 0))
-    block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128)})
+    block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128, 256)})
     tiles_of_n = ((64, 4), (128, 4), (128, 8)) if is_exhaustive else ((64, 4), (128, 8 if num_rows > 32 else 4))
     found = []
     for block_b, (block_n, num_warps), block_k in itertools.product(block_bs, tiles_of_n, (64, 128)):

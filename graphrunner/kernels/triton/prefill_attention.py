@@ -142,7 +142,7 @@ def _attend_keys(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "least_len"])
 def _extend_attention_kernel(
     qkv_ptr, step_desc, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, query_start_loc_ptr,
     out_ptr, max_pages, R, least_len, scale_log2, soft_cap, v_scale, window, HQ: tl.constexpr, HK: tl.constexpr,
@@ -218,13 +218,13 @@ def extend_attention(
     """
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
-    out = qkv.new_zeros(num_tokens, qkv.shape[1] - 2 * num_kv_heads * head_dim)
+    out = qkv.new_empty(num_tokens, qkv.shape[1] - 2 * num_kv_heads * head_dim)
     if num_tokens == 0:
         return out
     if _has_singles(metadata):
         attend_single_tokens(qkv, layer, k_cache, v_cache, metadata, out)
     config = config or default_extend_config(qkv, k_cache, metadata.has_fixed_tiles)
-    rope_store(qkv, layer, k_cache, v_cache, metadata, config.reads_step)
+    rope_store(qkv, layer, k_cache, v_cache, metadata, out, config.reads_step)
     prepare_extend_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, out).run()
     return out
 

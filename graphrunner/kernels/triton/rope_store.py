@@ -17,14 +17,14 @@ from graphrunner.kernels.triton.attention_common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _rope_store_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slot_mapping_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    HALF: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr, KEEPS_KEYS: tl.constexpr, PDL: tl.constexpr,
+    query_start_loc_ptr, out_ptr, R, eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IS_FP8: tl.constexpr, KEEPS_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: rotate q in place, rotate and store k, store v."""
+    """One token a program: rotate q in place, rotate and store k, store v; a padding token's result is zero."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     if PDL:
@@ -41,6 +41,9 @@ def _rope_store_kernel(
     # Each head's partner channels are read by other threads of this program: all reads come before the first write.
     tl.debug_barrier()
     is_q = (h < HQ)[:, None] & (d < D)[None, :]
+    if token >= tl.load(query_start_loc_ptr + R):
+        zero = tl.zeros([HQP, DP], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (token * HQ + h)[:, None] * D + d[None, :], zero, mask=is_q)
     tl.store(row_ptr + h[:, None] * D + d[None, :], q.to(qkv_ptr.dtype.element_ty), mask=is_q)
     hk = tl.arange(0, HKP)
     k = load_rotated(
@@ -64,6 +67,7 @@ def rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: ExtendMetadata,
+    out: Tensor,
     keeps_keys: bool = False,
 ) -> None:
     """Normalise and rotate the query heads in place; normalise, rotate and store keys; store values.
@@ -73,6 +77,7 @@ def rope_store(
         layer: what the layer computes.
         k_cache, v_cache: float or float8_e4m3fn [num_pages, page_size, Hk, D]; written at slot_mapping.
         metadata: the step.
+        out: [T, Hq * D], dtype of qkv; where attention will put its result. Rows of padding tokens become zero.
         keeps_keys: whether the key heads of qkv are overwritten too, by what is stored.
 
     In graph: yes. Sync: none.
@@ -89,6 +94,7 @@ def rope_store(
         _rope_store_kernel, (qkv.shape[0],),
         qkv, k_cache, v_cache, metadata.positions, metadata.slot_mapping,
         *(qkv if table is None else table for table in tables),
+        metadata.query_start_loc, out, metadata.seq_lens.shape[0],
         layer.norm_eps, 1.0 / layer.k_scale, 1.0 / layer.v_scale, HQ=num_q_heads, HK=num_kv_heads, D=head_dim,
         DP=triton.next_power_of_2(head_dim), HALF=layer.half_rotary_dim, HQP=triton.next_power_of_2(num_q_heads),
         HKP=triton.next_power_of_2(num_kv_heads), HAS_Q_NORM=layer.q_norm_weight is not None,

@@ -41,10 +41,10 @@ def skinny_linear_kernel(
     STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One (tile of N, split of K, block of rows)."""
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    first_row = tl.program_id(2) * BLOCK_B
+    """One (block of rows, tile of N, split of K): programs side by side share the weight tile."""
+    first_row = tl.program_id(0) * BLOCK_B
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
     SLICE: tl.constexpr = K // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     b = first_row + tl.arange(0, BLOCK_B)
@@ -74,7 +74,7 @@ def skinny_linear_kernel(
     if SPLITS > 1:
         HALVES: tl.constexpr = 2 if MODE == MODE_GATED else 1
         SIZE: tl.constexpr = BLOCK_N * BLOCK_B
-        cell = tl.program_id(2) * tl.num_programs(0) + tile
+        cell = tile * tl.num_programs(0) + tl.program_id(0)
         place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
         base_ptr = partial_ptr + cell.to(tl.int64) * (SPLITS * HALVES * SIZE) + place
         tl.store(base_ptr + split * HALVES * SIZE, acc)
@@ -92,8 +92,8 @@ def skinny_linear_kernel(
             tl.store(arrived_ptr + cell, 0)  # ready for the next product
     if is_last:
         mma_epilogue(
-            acc, up_acc, 1.0, n, b, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, 0.0, ROWS, K, MODE,
-            IS_GELU, False, HAS_BIAS,
+            acc, up_acc, 1.0, n, b, tile, tl.num_programs(1), bias_ptr, residual_ptr, out_ptr, value_ptr,
+            index_ptr, N, 0.0, ROWS, K, MODE, IS_GELU, False, HAS_BIAS,
         )  # fmt: skip
 
 
@@ -114,9 +114,9 @@ def row_block(config: LinearConfig, num_rows: int) -> int:
 
 
 def skinny_grid(config: LinearConfig, num_outputs: int, num_rows: int) -> tuple[int, int, int]:
-    """Programs: tiles of N, splits of K, blocks of rows."""
+    """Programs: blocks of rows, tiles of N, splits of K."""
     block_b = row_block(config, num_rows)
-    return triton.cdiv(num_outputs, config.block_n), config.slices, triton.cdiv(num_rows, block_b)
+    return triton.cdiv(num_rows, block_b), triton.cdiv(num_outputs, config.block_n), config.slices
 
 
 def split_buffers(config: LinearConfig, halves: int, grid: tuple[int, int, int], num_rows: int, like: Tensor):
@@ -127,7 +127,7 @@ def split_buffers(config: LinearConfig, halves: int, grid: tuple[int, int, int],
         grid: see skinny_grid.
         like: any tensor on the device the product runs on.
     """
-    tiles, splits, row_blocks = grid
+    row_blocks, tiles, splits = grid
     if splits == 1:
         return like, like
     assert tiles * row_blocks <= _MAX_TILES, f"{tiles} x {row_blocks} tiles"

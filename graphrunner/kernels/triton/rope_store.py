@@ -22,7 +22,8 @@ def _rope_store_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, slot_mapping_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
     query_start_loc_ptr, out_ptr, R, eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, HQP: tl.constexpr, HKP: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IS_FP8: tl.constexpr, KEEPS_KEYS: tl.constexpr, PDL: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IS_FP8: tl.constexpr, KEEPS_KEYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: rotate q in place, rotate and store k, store v; a padding token's result is zero."""
     token = tl.program_id(0).to(tl.int64)

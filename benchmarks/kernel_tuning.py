@@ -27,8 +27,7 @@ CONTEXT = 1024
 EXTEND_TOKENS = 8192
 EXTEND_CONFIGS = (
     (64, 64, 4, 2, False), (64, 64, 4, 3, False), (64, 32, 4, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
-    (64, 128, 4, 2, True), (128, 32, 8, 4, True), (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 64, 8, 4, True),
-    (128, 128, 8, 2, True), (128, 128, 8, 3, True), (128, 64, 4, 2, True),
+    (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 128, 8, 2, True), (128, 64, 4, 2, True),
 )  # fmt: skip
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""What `benchmarks/speculative.py` measured, as tables, as a plot, and in docs/speculative.md."""
+"""What `benchmarks/speculative.py` measured, as lines, as tables, as a plot, and in docs/speculative.md."""
 
 from __future__ import annotations
 
@@ -6,37 +6,86 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
+_TEXT_HEAD = (
+    "| method | text | drafts that stand | tokens a round | by position | tokens/s | plain | ratio | same text |"
+)
+_SHAPE_HEAD = "| requests | tokens/s | plain | ratio | drafts that stand | steps by width | host us a round |"
+
+
+def said(row: dict) -> str:
+    """A row in one line, as soon as it is there."""
+    hidden = ("token_ids", "acceptance_by_position")
+    return " ".join(f"{name}={_short(value)}" for name, value in row.items() if name not in hidden)
 
 
 def table(result: dict) -> Iterator[str]:
     """Markdown rows; they read as well in a terminal."""
-    if result.get("text"):
-        yield f"Real text, one request at a time, greedy, k = {result['num_drafts']}, {result['device']}:"
-        yield ""
-        yield "| method | text | drafts that stand | by position | tokens/s | plain | ratio |"
-        yield "|---|---|---|---|---|---|---|"
-        for row in result["text"]:
-            shares = " ".join(f"{share:.2f}" for share in row["acceptance_by_position"])
-            yield (
-                f"| {row['method']} | {row['kind']} | {row['mean_accepted_length']:.2f} | {shares} "
-                f"| {row['tokens_per_s']:.0f} | {row['plain_tokens_per_s']:.0f} | {row['speedup']:.2f} |"
-            )
-        yield ""
-    if result.get("shape"):
-        shape = result["shape"]
-        name = "An 8B shape" if shape["is_8b"] else "A tiny shape"
-        draft = f"adaptive k up to {result['num_drafts']}, a draft of acceptance {shape['acceptance']}"
-        yield f"{name}, {draft}, {result['device']}:"
-        yield ""
-        yield "| requests | tokens/s | plain | ratio | drafts that stand | steps by width | host us a round |"
-        yield "|---|---|---|---|---|---|---|"
-        for row in shape["rows"]:
-            widths = ", ".join(f"{width}: {count}" for width, count in row["widths"].items())
-            host_us = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
-            yield (
-                f"| {row['batch']} | {row['tokens_per_s']:.0f} | {row['plain_tokens_per_s']:.0f} "
-                f"| {row['speedup']:.2f} | {row['mean_accepted_length']:.2f} | {widths} | {host_us} |"
-            )
+    rows = [row for row in result.get("text", []) if "error" not in row]
+    if rows:
+        yield from _text_table(result, rows)
+        yield from _round_table(rows)
+    for row in result.get("text", []):
+        if "error" in row:
+            yield f"{row['method']} is not run: {row['error']}"
+    if result.get("shape", {}).get("rows"):
+        yield from _shape_table(result)
+
+
+def _text_table(result: dict, rows: Sequence[dict]) -> Iterator[str]:
+    yield f"Real text, one request at a time, greedy, {result['device']}. Drafts that stand are counted without the"
+    yield "token that the target adds in each round; tokens a round are counted with it."
+    yield ""
+    yield _TEXT_HEAD
+    yield "|---" * (_TEXT_HEAD.count("|") - 1) + "|"
+    for row in rows:
+        shares = " ".join(f"{share:.2f}" for share in row["acceptance_by_position"])
+        against = "| | | " if "speedup" not in row else (
+            f"| {row['plain_tokens_per_s']:.0f} | {row['speedup']:.2f} | {row['equal_outputs']:.0%} "
+        )  # fmt: skip
+        yield (
+            f"| {row['method']} | {row['kind']} | {row['mean_accepted_length']:.2f} | {row['tokens_per_round']:.2f} "
+            f"| {shares} | {row['tokens_per_s']:.0f} {against}|"
+        )
+    yield ""
+    for method in dict.fromkeys(row["method"] for row in rows):
+        held = [row["mean_accepted_length"] for row in rows if row["method"] == method and row["kind"] != "summary"]
+        if held:
+            mean = sum(held) / len(held)
+            yield f"{method}, mean over chat and story: {mean:.2f} drafts stand, {mean + 1:.2f} tokens a round."
+    yield ""
+
+
+def _round_table(rows: Sequence[dict]) -> Iterator[str]:
+    """Where a round's time goes, on a device that is not the host."""
+    timed = [row for row in rows if row.get("host_us") is not None and "device_ms" in row]
+    if not timed:
+        return
+    yield "| method | round us | host us | launches us | waits | ms of each graph on the device |"
+    yield "|---|---|---|---|---|---|"
+    for row in timed:
+        graphs = ", ".join(f"{name}: {ms:.3f}" for name, ms in row["device_ms"].items())
+        yield (
+            f"| {row['method']} | {row['round_us']:.0f} | {row['host_us']:.0f} | {row['launch_us']:.0f} "
+            f"| {row.get('waits', '')} | {graphs} |"
+        )
+    yield ""
+
+
+def _shape_table(result: dict) -> Iterator[str]:
+    shape = result["shape"]
+    name = "An 8B shape" if shape["is_8b"] else "A tiny shape"
+    draft = f"adaptive k up to {result['num_drafts']}, a draft of acceptance {shape['acceptance']}"
+    yield f"{name}, {draft}, {result['device']}:"
+    yield ""
+    yield _SHAPE_HEAD
+    yield "|---" * (_SHAPE_HEAD.count("|") - 1) + "|"
+    for row in sorted(shape["rows"], key=lambda row: row["batch"]):
+        widths = ", ".join(f"{width}: {count}" for width, count in row["widths"].items())
+        host_us = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
+        yield (
+            f"| {row['batch']} | {row['tokens_per_s']:.0f} | {row['plain_tokens_per_s']:.0f} "
+            f"| {row['speedup']:.2f} | {row['mean_accepted_length']:.2f} | {widths} | {host_us} |"
+        )
 
 
 def write_page(results: Sequence[dict], page: Path) -> None:
@@ -47,23 +96,30 @@ def write_page(results: Sequence[dict], page: Path) -> None:
     page.write_text("\n".join([before + _BEGIN, "", *lines, _END]) + after)
 
 
-def plot(result: dict, path: Path) -> None:
-    """Acceptance by position, and speed by batch."""
+def plot(results: Sequence[dict], path: Path) -> None:
+    """Acceptance by position, and speed by batch: of the first runs that have them."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for row in result.get("text", []):
-        shares = row["acceptance_by_position"]
-        left.plot(range(1, len(shares) + 1), shares, marker="o", label=f"{row['method']}, {row['kind']}")
+    text = next((result["text"] for result in results if result.get("text")), [])
+    for row in text:
+        if "error" not in row:
+            shares = row["acceptance_by_position"]
+            left.plot(range(1, len(shares) + 1), shares, marker="o", label=f"{row['method']}, {row['kind']}")
     left.set(xlabel="position of the draft", ylabel="share that stands", ylim=(0, 1), title="Acceptance by position")
-    if result.get("text"):
+    if text:
         left.legend(fontsize=7)
-    rows = result["shape"]["rows"] if result.get("shape") else []
+    shape = next((result["shape"] for result in results if result.get("shape", {}).get("rows")), {"rows": []})
+    rows = sorted(shape["rows"], key=lambda row: row["batch"])
     right.plot([row["batch"] for row in rows], [row["speedup"] for row in rows], marker="o")
     right.axhline(1.0, color="grey", linewidth=0.8)
     right.set(xscale="log", xlabel="requests", ylabel="times plain decoding", title="Speed by batch")
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value).replace(" ", "")

@@ -40,6 +40,7 @@ WORDS: dict[str, str] = {
     "background": "only `false`",
     "encoding_format": "numbers, or little-endian float32 in base64",
     "dimensions": "refused",
+    "level": "1 keeps the weights in host memory, 2 drops them: /wake reads the checkpoint again",
     "pooling": "of all tokens, or of the last one",
     "add_generation_prompt": "end with the words that begin the model's turn",
     "tokens": "token ids",

@@ -118,7 +118,8 @@ def _fields() -> Iterator[str]:
         "`GET /openapi.json` has the same as a schema.\n"
     )
     for path, _, body in _POSTS:
-        yield f"\n## POST {path}\n\n" + _table(("field", "type", "what"), _rows(body))
+        rows = _rows(body)
+        yield f"\n## POST {path}\n\n" + (_table(("field", "type", "what"), rows) if rows else "No fields: `{}`.\n")
     yield "\n## Parts\n"
     for kind in _parts():
         yield f"\n### {kind.__name__}\n"

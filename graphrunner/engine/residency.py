@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphrunner.config.engine_config import CacheConfig, SchedulerConfig
-from graphrunner.core.errors import ConfigError, EngineStateError, ModelLoadError
+from graphrunner.core.errors import ConfigError, EngineStateError
 from graphrunner.core.sleep_level import SleepLevel
 from graphrunner.engine.graph_forecast import GraphForecast
 from graphrunner.engine.largest_step import run_largest_steps
@@ -131,13 +131,13 @@ class Residency:
         """Read the checkpoint again, in place. Graphs stay. Nothing may be running.
 
         Raises:
-            ModelLoadError: it cannot be read; nothing runs until a reload succeeds.
+            ModelLoadError: it cannot be read; nothing runs until a reload succeeds, nor after any other error.
         """
         self.check_awake()
         try:
             self._reload()
-        except ModelLoadError as error:
-            self._problem = str(error)
+        except BaseException as error:  # half of them may be new
+            self._problem = str(error) or type(error).__name__
             raise
         self._problem = ""
 
@@ -148,6 +148,7 @@ class Residency:
         self.pool.release()
 
     def _give_back(self) -> None:
+        self.pool.device.synchronize()  # the last step may have run ahead of its requests' end
         self._model_runner.release_graphs()
         self.pool.release()
         if self._level is SleepLevel.DROP:

@@ -97,5 +97,7 @@ def _read_header(path: Path) -> Iterator[SafetensorsEntry]:
             if record["dtype"] not in _DTYPE_BYTES:
                 raise ValueError(f"tensor {name} has the unsupported dtype {record['dtype']}")
             yield SafetensorsEntry(name, path, tuple(record["shape"]), record["dtype"], last - first)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ModelLoadError(f"{path}: corrupt or truncated safetensors file: {error}") from error

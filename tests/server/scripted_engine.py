@@ -95,14 +95,19 @@ class FakeEngine:
         self.break_next_step = False
         self.is_closed = False
         self.is_asleep = False
+        self.level = 0  # of the last sleep
+        self.wake_error: Exception | None = None
         self.short_choices: set[int] = set()  # output indices that end after one token
 
     def sleep(self, level: int) -> None:
         if self.live:
             raise EngineStateError(f"cannot sleep while {len(self.live)} requests run")
-        self.is_asleep = True
+        if not self.is_asleep:
+            self.is_asleep, self.level = True, level
 
     def wake(self) -> None:
+        if self.wake_error is not None:
+            raise self.wake_error
         self.is_asleep = False
 
     def prepare(self, params: SamplingParams) -> Future[object] | None:

@@ -1,4 +1,4 @@
-"""Sleep and wake through the messages between front and core."""
+"""Sleep and wake through the messages between front and core, and over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from loopback import RunningServer, start_server
 from scripted_engine import FakeEngine
 
-from graphrunner.core.errors import EngineDeadError, EngineStateError
+from graphrunner.core.errors import EngineDeadError, EngineStateError, ModelLoadError
+from graphrunner.entrypoints.openai.server_options import ServerOptions
 
 REQUEST = {"prompt": "hi", "max_tokens": 4}
 
@@ -53,6 +54,75 @@ def test_sleep_is_refused_at_work_and_work_goes_on(server: RunningServer) -> Non
     server.wait_until(lambda: not server.engine.live)
     run(server, engine.sleep())
     assert engine.is_asleep
+
+
+@pytest.fixture
+def sleepy() -> Iterator[RunningServer]:
+    server = start_server(FakeEngine, ServerOptions(port=0, allow_sleep=True))
+    yield server
+    server.stop()
+
+
+def test_routes_put_to_sleep_and_wake(sleepy: RunningServer) -> None:
+    with sleepy.http() as http:
+        for body, level in (({}, 1), ({"level": 2}, 2)):
+            for _ in range(2):
+                answer = http.post("/sleep", json=body)
+                assert answer.status_code == 200 and answer.json() == {"is_asleep": True}
+            assert sleepy.engine.is_asleep and sleepy.engine.level == level
+            health = http.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "asleep"})
+            assert http.post("/v1/completions", json=REQUEST).status_code == 503
+            assert http.get("/v1/models").status_code == 200
+            assert http.get("/debug/steps").json()["health"] == "asleep"
+            for _ in range(2):
+                answer = http.post("/wake", json={})
+                assert answer.status_code == 200 and answer.json() == {"is_asleep": False}
+            assert http.get("/health").json() == {"status": "ready"}
+            assert http.post("/v1/completions", json=REQUEST).status_code == 200
+
+
+def test_routes_refuse_what_cannot_be_done(sleepy: RunningServer) -> None:
+    with sleepy.http() as http:
+        for level in (0, 3, "1", True, None):
+            error = http.post("/sleep", json={"level": level})
+            assert error.status_code == 400 and error.json()["error"]["param"] == "level", level
+        assert http.post("/wake", json={"level": 1}).json()["error"]["message"] == "unknown field: level"
+        stream = sleepy.openai().completions.create(
+            model="fake-model", prompt="slow", max_tokens=20, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        busy = http.post("/sleep", json={})
+        assert busy.status_code == 409 and "cannot sleep while 1 requests run" in busy.json()["error"]["message"]
+        assert len([chunk for chunk in stream if chunk.choices and chunk.choices[0].text]) == 19
+        sleepy.wait_until(lambda: not sleepy.engine.live)
+        http.post("/sleep", json={})
+        for error, shown in (
+            (EngineStateError("3 MiB are free"), "3 MiB are free"),
+            (ModelLoadError("/secret/place: gone"), "the weights cannot be read again; the log says why"),
+        ):
+            sleepy.engine.wake_error = error
+            answer = http.post("/wake", json={})
+            assert answer.status_code == 503 and answer.json()["error"]["message"] == shown
+        sleepy.engine.wake_error = None
+        assert http.post("/wake", json={}).status_code == 200
+
+
+def test_routes_are_closed_unless_opened(server: RunningServer) -> None:
+    with server.http() as http:
+        for path in ("/sleep", "/wake"):
+            answer = http.post(path, json={})
+            assert answer.status_code == 403 and "--allow-sleep" in answer.json()["error"]["message"]
+        assert not server.engine.is_asleep
+
+
+def test_a_page_of_another_site_puts_nobody_to_sleep(sleepy: RunningServer) -> None:
+    """A blob without a type is sent without Content-Type and without asking first; pages always say their origin."""
+    headers = {"origin": "http://elsewhere.example"}
+    with sleepy.http() as http:
+        assert http.post("/sleep", content=b"{}", headers=headers).status_code == 400
+        assert not sleepy.engine.is_asleep
+        assert http.post("/sleep", content=b"{}").status_code == 200  # a program may leave it out
 
 
 def test_several_at_once_are_answered_in_order(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import zmq
 
 from graphrunner.core.engine_stats import EngineStats
-from graphrunner.core.errors import GraphRunnerError
+from graphrunner.core.errors import GraphRunnerError, ModelLoadError
 from graphrunner.core.outputs import EngineOutput
 from graphrunner.core.pooling import Pooling
 from graphrunner.core.request import FinishReason
@@ -184,7 +184,10 @@ class CoreLoop:
                 self._engine.sleep(command.level)
             else:
                 self._engine.wake()
-        except GraphRunnerError as error:  # it is as it was
+        except ModelLoadError as error:  # it is as it was
+            log.error("the engine is still asleep: %s", error)
+            problem = "the weights cannot be read again; the log says why"  # with paths, which no client is told
+        except GraphRunnerError as error:
             problem = str(error)
         self._report(Rested(self._engine.is_asleep, problem))
 

@@ -19,7 +19,9 @@ from graphrunner.entrypoints.openai.protocol import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    SleepBody,
     TokenizeBody,
+    WakeBody,
 )
 from graphrunner.entrypoints.openai.responses_body import ResponsesBody
 from graphrunner.entrypoints.openai.server import Server
@@ -36,6 +38,8 @@ _POSTS: tuple[tuple[str, Handler, type[BaseModel]], ...] = (
     ("/v1/embeddings", embeddings.create_embeddings, EmbeddingBody),
     ("/tokenize", status_routes.tokenize, TokenizeBody),
     ("/detokenize", status_routes.detokenize, DetokenizeBody),
+    ("/sleep", status_routes.sleep, SleepBody),
+    ("/wake", status_routes.wake, WakeBody),
 )
 _GETS: tuple[tuple[str, Handler], ...] = (
     ("/v1/models", status_routes.list_models),

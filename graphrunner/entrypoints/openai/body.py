@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from graphrunner.entrypoints.openai.errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)
-# A page of another site may send these without asking first, so they never reach the engine.
+# A page of another site may send these, or none at all, without asking first, so they never reach the engine.
 _SIMPLE_CONTENT_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
 
@@ -24,8 +24,9 @@ async def read_model(request: Request, kind: type[Model], max_bytes: int, timeou
         ApiError: 413 too large, 408 too slow, 400 not JSON (NaN, lone surrogates and deep nesting included).
         ValidationError: it does not fit `kind`.
     """
-    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if content_type in _SIMPLE_CONTENT_TYPES:
+    content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    is_left_out_by_page = not content_type and "origin" in request.headers
+    if content_type in _SIMPLE_CONTENT_TYPES or is_left_out_by_page:
         raise ApiError(HTTPStatus.BAD_REQUEST, "send JSON, with the header Content-Type: application/json")
     try:
         async with asyncio.timeout(timeout_s):

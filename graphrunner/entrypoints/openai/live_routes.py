@@ -83,7 +83,7 @@ async def live_steps(server: Server, request: Request) -> Response:
     view = LiveView(
         model=server.model_name if has_engine else "",
         version=__version__,
-        health=health.value,
+        health=server.state_name,
         max_model_len=server.client.max_model_len if has_engine else 0,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,

@@ -267,6 +267,16 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+class SleepBody(Body):
+    """/sleep."""
+
+    level: int = Field(default=1, ge=1, le=2)
+
+
+class WakeBody(Body):
+    """/wake."""
+
+
 _REFUSED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),

@@ -173,3 +173,7 @@ class Detokenized(Struct):
 
 class HealthBody(Struct):
     status: str
+
+
+class RestBody(Struct):
+    is_asleep: bool

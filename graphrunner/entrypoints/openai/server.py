@@ -45,6 +45,12 @@ class Server:
         name = self.options.served_model_name or self.client.model_name.rstrip("/").rpartition("/")[2]
         return name or "model"
 
+    @property
+    def state_name(self) -> str:
+        """What /health and the page say: a state of the engine, or "asleep" for one that is ready but for that."""
+        state = self.client.health().state
+        return "asleep" if state is HealthState.READY and self.client.is_asleep else state.value
+
     async def read(self, request: Request, kind: type[Model]) -> Model:
         """The checked body of a request."""
         return await read_model(request, kind, self.options.max_body_bytes, self.options.body_timeout_s)

@@ -57,6 +57,8 @@ class ServerOptions:
     """After SIGTERM: how long running requests may go on."""
     max_response_store_mib: int = 64
     """Most MiB of /v1/responses kept in memory for previous_response_id; the oldest go first, 0 keeps none."""
+    allow_sleep: bool = False
+    """Let clients give the device back and restore it: POST /sleep and POST /wake."""
     restart_engine: bool = False
     """Start another engine core when one dies; without it the server ends, for a supervisor to start again."""
     tool_call_format: ToolCallFormat = ToolCallFormat.AUTO

@@ -1,4 +1,4 @@
-"""Routes that generate nothing: models, health, metrics, tokens."""
+"""Routes that generate nothing: models, health, metrics, tokens, sleep."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from graphrunner.core.errors import EngineStateError
 from graphrunner.entrypoints.openai.engine_client import HealthState
-from graphrunner.entrypoints.openai.errors import bad_request
-from graphrunner.entrypoints.openai.protocol import DetokenizeBody, TokenizeBody
+from graphrunner.entrypoints.openai.errors import ApiError, bad_request, unavailable
+from graphrunner.entrypoints.openai.protocol import DetokenizeBody, SleepBody, TokenizeBody, WakeBody
 from graphrunner.entrypoints.openai.responses import (
     Detokenized,
     HealthBody,
     ModelCard,
     ModelList,
+    RestBody,
     Tokenized,
 )
 from graphrunner.entrypoints.openai.server import Server
@@ -24,10 +26,10 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(server: Server, request: Request) -> Response:
-    """200 when ready; 503 starting, draining or dead. The reason of a death stays in the log: it may hold paths."""
-    state = server.client.health().state
-    status = HTTPStatus.OK if state is HealthState.READY else HTTPStatus.SERVICE_UNAVAILABLE
-    return _json(HealthBody(state.value), status)
+    """200 when ready; 503 starting, asleep, draining or dead. Why it died stays in the log: it may hold paths."""
+    name = server.state_name
+    status = HTTPStatus.OK if name == HealthState.READY.value else HTTPStatus.SERVICE_UNAVAILABLE
+    return _json(HealthBody(name), status)
 
 
 async def metrics(server: Server, request: Request) -> Response:
@@ -74,6 +76,35 @@ async def detokenize(server: Server, request: Request) -> Response:
     if body.tokens:
         server.encoder.check_ids(body.tokens, "tokens")
     return _json(Detokenized(await server.encoder.decode(body.tokens, "tokens")))
+
+
+async def sleep(server: Server, request: Request) -> Response:
+    """Give the device back until /wake. 409 while requests wait or run."""
+    body = await server.read(request, SleepBody)
+    _check_may_rest(server)
+    try:
+        await server.client.sleep(body.level)
+    except EngineStateError as error:
+        raise ApiError(HTTPStatus.CONFLICT, str(error), code="engine_busy") from None
+    return _json(RestBody(server.client.is_asleep))
+
+
+async def wake(server: Server, request: Request) -> Response:
+    """Restore what /sleep gave back; answers when requests can be served. 503 when there is no room for it."""
+    await server.read(request, WakeBody)
+    _check_may_rest(server)
+    try:
+        await server.client.wake()
+    except EngineStateError as error:
+        raise unavailable(str(error)) from None
+    return _json(RestBody(server.client.is_asleep))
+
+
+def _check_may_rest(server: Server) -> None:
+    if not server.options.allow_sleep:
+        message = "start the server with --allow-sleep to let clients put the engine to sleep"
+        raise ApiError(HTTPStatus.FORBIDDEN, message, code="not_allowed")
+    server.check_ready()
 
 
 def _card(server: Server) -> ModelCard:

@@ -243,6 +243,30 @@ def test_a_reload_that_fails_stops_requests_until_one_succeeds(own_folder: Path)
         assert generate(llm, PROMPTS, greedy(5)) == expected
 
 
+def test_a_reload_cut_off_in_the_middle_leaves_nothing_to_run(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_own(own_folder) as llm:
+        expected = generate(llm, PROMPTS, greedy(5))
+        residency = llm.engine.token_engine._residency
+        for error in (KeyboardInterrupt(), RuntimeError("an odd kernel")):
+            with monkeypatch.context() as patch:
+                patch.setattr(residency, "_reload", lambda error=error: (_ for _ in ()).throw(error))
+                with pytest.raises(type(error)):
+                    llm.reload_weights()
+            with pytest.raises(EngineStateError, match=r"not whole \((KeyboardInterrupt|an odd kernel)\)"):
+                generate(llm, PROMPTS, greedy(5))
+        llm.reload_weights()
+        assert generate(llm, PROMPTS, greedy(5)) == expected
+
+
+def test_a_folder_that_is_gone_is_named(own_folder: Path) -> None:
+    with open_own(own_folder) as llm:
+        own_folder.rename(own_folder.with_name("elsewhere"))
+        with pytest.raises(ModelLoadError, match=r"model\.safetensors: cannot be read: No such file or directory$"):
+            llm.reload_weights()
+
+
 def test_dropped_weights_that_cannot_be_read_leave_it_asleep(own_folder: Path) -> None:
     with open_own(own_folder) as llm:
         expected = generate(llm, PROMPTS, greedy(5))

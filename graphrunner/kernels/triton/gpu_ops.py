@@ -5,7 +5,7 @@ Chained by programmatic dependent launch on cards that have it (capability 9.0 a
 
 from torch import Tensor
 
-from graphrunner.kernels.triton.activation import embedding
+from graphrunner.kernels.triton.activation import embedding, gate_mul
 from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata, ExtendMetadata
 from graphrunner.kernels.triton.decode_attention import decode_attention
 from graphrunner.kernels.triton.decode_linear import linear_residual, norm_gate_up, norm_linear, norm_linear_argmax
@@ -31,6 +31,7 @@ __all__ = [
     "add_rms_norm",
     "advance_rows",
     "embedding",
+    "gate_mul",
     "gather_decode_inputs",
     "greedy_tokens",
     "linear_residual",

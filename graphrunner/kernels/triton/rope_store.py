@@ -100,5 +100,5 @@ def rope_store(
         DP=triton.next_power_of_2(head_dim), HALF=layer.half_rotary_dim, HQP=triton.next_power_of_2(num_q_heads),
         HKP=triton.next_power_of_2(num_kv_heads), HAS_Q_NORM=layer.q_norm_weight is not None,
         HAS_K_NORM=layer.k_norm_weight is not None, IS_FP8=k_cache.dtype.itemsize == 1,
-        KEEPS_KEYS=keeps_keys, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        KEEPS_KEYS=keeps_keys, PDL=pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=not metadata.has_fixed_tiles,
     )  # fmt: skip

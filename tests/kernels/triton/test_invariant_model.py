@@ -27,7 +27,7 @@ from graphrunner.weights.checkpoint import iterate_weights
 from graphrunner.weights.source import load_model_config, resolve_source
 
 LENGTH = 40  # past one tile of keys
-CUTS = [28, 7, 4, 1]  # tokens 32 to 34 are in a tile of queries that begins before them
+CUTS = [30, 5, 4, 1]  # tokens 32 to 34 are in a tile of queries that begins before them
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.pool import KVPool
 from graphrunner.models.registry import LanguageModel
 from graphrunner.runner.base_runner import BaseRunner
-from graphrunner.runner.capture_sizes import default_decode_sizes, default_prefill_sizes, user_sizes
+from graphrunner.runner.capture_sizes import default_decode_sizes, default_prefill_sizes, sparse_sizes, user_sizes
 from graphrunner.runner.cpu_graph_runner import CPUGraphRunner
 from graphrunner.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from graphrunner.runner.eager_runner import EagerRunner
@@ -48,6 +48,7 @@ from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
 
+_COMPILING = (GraphBackend.PIECEWISE, GraphBackend.INDUCTOR)
 _MAX_COMPILED_CPU_SIZE = 8
 """Largest batch compiled by default on a CPU, where each size costs seconds; larger batches say NUM_REQS and run."""
 
@@ -218,7 +219,7 @@ class RunnerParts:
     def _decode_variants(self) -> tuple[ForwardVariant, ...]:
         """What is recorded of decode and verify steps."""
         if self.device.type == "cuda" and self.config.graph.decode_graph is GraphBackend.PIECEWISE:
-            return (ForwardVariant.LOGITS,)  # what picks tokens there are kernels that cannot be traced
+            return (ForwardVariant.LOGITS,)  # tokens are picked after it, by kernels that cannot be traced
         if self.device.type == "cpu" and self.config.graph.decode_graph not in (
             GraphBackend.AUTO,
             GraphBackend.RECORDING,
@@ -234,6 +235,8 @@ class RunnerParts:
             return user_sizes(graph.decode_sizes, limit)
         is_cheap = self.device.type == "cuda" or graph.decode_graph in (GraphBackend.AUTO, GraphBackend.RECORDING)
         sizes = default_decode_sizes(limit if is_cheap else min(limit, _MAX_COMPILED_CPU_SIZE))
+        if graph.decode_graph in _COMPILING:
+            sizes = sparse_sizes(sizes)
         if is_cheap and sizes[-1] < limit:
             text = "decode graphs end at %d requests, max_num_seqs is %d: larger steps run eagerly (set decode_sizes)"
             log.warning(text, sizes[-1], limit)
@@ -266,6 +269,8 @@ class RunnerParts:
             return eager
         limit = limits.token_budget
         sizes = user_sizes(graph.prefill_sizes, limit) if graph.prefill_sizes else default_prefill_sizes(limit)
+        if backend.is_traced and not graph.prefill_sizes:
+            sizes = sparse_sizes(sizes)
         is_lazy = graph.capture is CapturePolicy.LAZY
         if graph.prefill_graph is GraphBackend.INDUCTOR:
             return CPUGraphRunner(

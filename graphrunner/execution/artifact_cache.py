@@ -27,17 +27,28 @@ class ArtifactCache:
         folder: None is `inductor` in the user's cache.
 
     Attributes:
-        num_compiled, num_from_cache: artefacts made and found since the start.
+        num_compiled, num_from_cache: artefacts made, and found on disk, since the start.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder if folder is not None else cache_dir() / "inductor"
         self.num_compiled = 0
         self.num_from_cache = 0
+        self._met: dict[str, CompiledArtifact] = {}
 
     def get(self, traced: TracedForward) -> tuple[CompiledArtifact, bool]:
-        """The compiled graph, and whether it came from disk. Cost: seconds when it has to be compiled."""
-        path = self._folder / f"{artifact_name(traced)}.bin"
+        """The compiled graph, and whether it was there. Cost: seconds when it has to be compiled."""
+        name = artifact_name(traced)
+        is_found = True
+        if name not in self._met:
+            self._met[name], is_found = self._load_or_compile(traced, self._folder / f"{name}.bin")
+        return self._met[name], is_found
+
+    def clear(self) -> None:
+        """Forget what is in memory; what is on disk stays."""
+        self._met.clear()
+
+    def _load_or_compile(self, traced: TracedForward, path: Path) -> tuple[CompiledArtifact, bool]:
         if path.exists():
             try:
                 artifact = CompiledArtifact.load(path=str(path), format="binary")

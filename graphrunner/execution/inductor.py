@@ -93,3 +93,4 @@ class InductorBackend(ExecutionBackend):
     def close(self) -> None:
         """Forget the graphs; what is on disk stays."""
         self._compiled.clear()
+        self.cache.clear()

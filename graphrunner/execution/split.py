@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphrunner.device.graph import BreakCall, listening
 from graphrunner.execution.backend import Forward
 from graphrunner.execution.traced import TracedForward, trace_forward
+from graphrunner.kernels.tracing import tracing
 
 if TYPE_CHECKING:
     from graphrunner.core.forward_batch import ForwardBatch
@@ -56,6 +57,20 @@ class SplitForward:
     steps: tuple[Piece | Break, ...]
     values: dict[str, Tensor]
     results: tuple[str, ...]
+
+    def last_uses(self) -> dict[str, int]:
+        """The last step that reads a value, by the value's name; one past the steps for results."""
+        uses: dict[str, int] = {}
+        for index, step in enumerate(self.steps):
+            read = (step.argument,) if isinstance(step, Break) else step.inputs
+            uses |= dict.fromkeys(read, index)
+        return uses | dict.fromkeys(self.results, len(self.steps))
+
+    def is_brief(self, index: int, last_uses: dict[str, int]) -> bool:
+        """Whether the value that the break at `index` makes is read by the piece after it and by nobody else."""
+        step, following = self.steps[index], self.steps[index + 1 : index + 2]
+        assert isinstance(step, Break)
+        return all(isinstance(each, Piece) for each in following) and last_uses.get(step.output) == index + 1
 
 
 def split_forward(forward: Forward) -> SplitForward:
@@ -125,7 +140,7 @@ def _run_break(index: int, tensor: Tensor) -> Tensor:
     tracer = _tracer.get()
     assert tracer is not None, "a break operator ran outside of a trace"
     call, batch = tracer.calls[index]
-    with listening(None):
+    with listening(None), tracing(False):
         return call(batch, tensor)
 
 

@@ -78,7 +78,12 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weig
     Returns:
         [T, N], dtype of x.
     """
-    gate, up = norm_linear(x, norm_weight, eps, gate_up_weight).chunk(2, dim=-1)
+    return gate_mul(norm_linear(x, norm_weight, eps, gate_up_weight), activation)
+
+
+def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up: float [T, 2N] -> [T, N]; the first N columns are the gate. Activation as in norm_gate_up."""
+    gate, up = gate_up.chunk(2, dim=-1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated * up
 

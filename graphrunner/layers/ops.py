@@ -12,11 +12,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from graphrunner.kernels import reference
+from graphrunner.kernels import reference, traced_ops
 from graphrunner.kernels.batch_invariance import is_batch_invariant
 from graphrunner.kernels.cpu import invariant_ops
 from graphrunner.kernels.cpu import ops as cpu_ops
 from graphrunner.kernels.packed_weight import Weight, WeightLayout, dequantize
+from graphrunner.kernels.tracing import has_gpu_kernels, is_tracing
 
 
 @cache
@@ -56,16 +57,23 @@ def _on_cpu(x: Tensor, weight: Weight) -> bool:
 
 def embedding(input_ids: Tensor, table: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Rows of the table [V, K] times scale. int [T] -> [T, K] of `dtype`, memory of its own."""
-    if table.is_cuda and table.dtype is dtype:
+    if has_gpu_kernels(table) and table.dtype is dtype:
         return _gpu_kernels().embedding(input_ids, table, scale)
     rows = torch.nn.functional.embedding(input_ids, table).to(dtype)
     return rows if scale == 1.0 else rows * scale
+
+
+def _is_compiled(x: Tensor) -> bool:
+    """Whether operators stand in for the GPU's kernels. The CPU's kernels are operators themselves."""
+    return x.is_cuda and is_tracing()
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """rms_norm(x) @ weight.T + bias; no norm when norm_weight is None. [T, K] -> [T, N], dtype of x."""
     if is_batch_invariant():
         return _invariant_kernels(x).norm_linear(x, norm_weight, eps, weight, bias)
+    if _is_compiled(x):
+        return traced_ops.norm_linear(x, norm_weight, eps, weight, bias)
     if _on_cpu(x, weight):
         return cpu_ops.norm_linear(x, norm_weight, eps, weight.data, bias, weight.scale)
     if x.is_cuda and weight.is_dense:
@@ -77,7 +85,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
 
 def norm_linear_argmax(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight) -> Tensor | None:
     """The index of each row's largest output, int32 [T]; None where no kernel finds it while it multiplies."""
-    if not x.is_cuda or is_batch_invariant():
+    if not has_gpu_kernels(x) or is_batch_invariant():
         return None
     reduce_argmax = _gpu_kernels().reduce_argmax
     if weight.is_dense:
@@ -89,6 +97,8 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weig
     """act(gate) * up of rms_norm(x); rows of the weight [2N, K] are [gate; up]. [T, K] -> [T, N]."""
     if is_batch_invariant():
         return _invariant_kernels(x).norm_gate_up(x, norm_weight, eps, gate_up_weight, activation)
+    if _is_compiled(x):
+        return traced_ops.norm_gate_up(x, norm_weight, eps, gate_up_weight, activation)
     if _on_cpu(x, gate_up_weight):
         return cpu_ops.norm_gate_up(x, norm_weight, eps, gate_up_weight.data, activation, gate_up_weight.scale)
     if x.is_cuda and gate_up_weight.is_dense:
@@ -102,6 +112,8 @@ def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Te
     """residual + x @ weight.T + bias. [T, K], [T, N] -> [T, N]. May write into `residual`: use only the result."""
     if is_batch_invariant():
         return _invariant_kernels(x).linear_residual(x, weight, bias, residual)
+    if _is_compiled(x):
+        return traced_ops.linear_residual(x, weight, bias, residual)
     if _on_cpu(x, weight):
         return cpu_ops.linear_residual(x, weight.data, bias, residual, weight.scale)
     if x.is_cuda and weight.is_dense:
@@ -115,7 +127,7 @@ def norm_residual(x: Tensor, norm_weight: Tensor, eps: float, residual: Tensor) 
     """residual + rms_norm(x), both [T, K]. May write into `residual`: use only the result."""
     if x.device.type == "cpu":
         return cpu_ops.rms_norm(x, norm_weight, eps).add_(residual)
-    if x.is_cuda:
+    if has_gpu_kernels(x):
         return _gpu_kernels().rms_norm(x, norm_weight, eps).add_(residual)
     return residual + reference.rms_norm(x, norm_weight, eps)
 
@@ -124,7 +136,7 @@ def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x), memory of its own. [T, K] -> [T, K]."""
     if x.device.type == "cpu":
         return cpu_ops.rms_norm(x, norm_weight, eps)
-    if x.is_cuda:
+    if has_gpu_kernels(x):
         return _gpu_kernels().rms_norm(x, norm_weight, eps)
     return reference.rms_norm(x, norm_weight, eps)
 

@@ -73,8 +73,10 @@ class BaseDraftRunner(BaseGraphRunner):
         self._max_width = width_inside or self.widths[-1]
         self._max_token_id = max_token_id
         device = context.device
-        self._place_step, self._place_round = place_step_for(device), place_round_for(device)
-        self._store_drafts = store_drafts_for(device)
+        traced = backend.is_traced
+        self._place_step = place_step_for(device, is_traced=traced)
+        self._place_round = place_round_for(device, is_traced=traced)
+        self._store_drafts = store_drafts_for(device, is_traced=traced)
         self._keys = {
             (size, width, variant): ShapeKey(size * width, size, variant)
             for size in self.sizes

@@ -124,7 +124,7 @@ class BaseGraphRunner(BaseRunner):
         if self.is_lazy or not self._is_attention_able():
             return
         keys = [key for key in self.all_keys() if not self.backend.can_run(key)]
-        if self.can_compile_ahead and self.context.device.type == "cuda":
+        if self.can_compile_ahead and self.context.device.type == "cuda" and not self.backend.is_traced:
             on_progress(f"{self.name}: kernels", 0, len(keys))
             self._compile_ahead(keys)
         self._capture_all(keys, on_progress)

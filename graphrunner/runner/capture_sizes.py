@@ -33,6 +33,11 @@ def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_num_tokens))
 
 
+def sparse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The powers of two of a rising list, and its largest: for backends that compile each size, for seconds."""
+    return tuple(size for size in sizes if size & (size - 1) == 0 or size == sizes[-1])
+
+
 def user_sizes(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     """A user's list as given, sorted, without sizes above what can ever run."""
     kept = sorted({size for size in sizes if size <= limit})

@@ -65,19 +65,23 @@ def store_drafts(table: RequestTable, request_rows: torch.Tensor, drafts: torch.
     table.draft_tokens.index_copy_(0, request_rows.long(), made)
 
 
-def place_step_for(device: torch.device) -> PlaceStep:
-    """The fastest `place_step` of a device."""
-    return _cuda_kernels()[0] if device.type == "cuda" else place_step
+def place_step_for(device: torch.device, *, is_traced: bool = False) -> PlaceStep:
+    """The fastest `place_step` of a device.
+
+    Args:
+        is_traced: it must be made of torch's own operators; so in the two below.
+    """
+    return _cuda_kernels()[0] if device.type == "cuda" and not is_traced else place_step
 
 
-def place_round_for(device: torch.device) -> PlaceRound:
+def place_round_for(device: torch.device, *, is_traced: bool = False) -> PlaceRound:
     """The fastest `place_round` of a device."""
-    return _cuda_kernels()[1] if device.type == "cuda" else place_round
+    return _cuda_kernels()[1] if device.type == "cuda" and not is_traced else place_round
 
 
-def store_drafts_for(device: torch.device) -> StoreDrafts:
+def store_drafts_for(device: torch.device, *, is_traced: bool = False) -> StoreDrafts:
     """The fastest `store_drafts` of a device."""
-    return _cuda_kernels()[2] if device.type == "cuda" else store_drafts
+    return _cuda_kernels()[2] if device.type == "cuda" and not is_traced else store_drafts
 
 
 def _place(

@@ -16,6 +16,7 @@ from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import ModelOutput, TokenLogprobs
 from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.sampling.logprobs import entries_of, score_blocks, score_tokens
 from graphrunner.sampling.penalties import PenaltyState
 from graphrunner.sampling.pick import finite_logits, pick_greedy, pick_random
@@ -111,10 +112,10 @@ class Sampler:
         Returns:
             int32 [R]. In graph: yes. Sync: none.
         """
+        if variant is ForwardVariant.GREEDY and not has_gpu_kernels(logits):
+            return pick_greedy(logits)
         if logits.is_cuda:
             return self._sample_on_cuda(logits, request_rows, seq_lens, variant)
-        if variant is ForwardVariant.GREEDY:
-            return pick_greedy(logits)
         params = self.rows.gather(request_rows, seq_lens)
         if torch.compiler.is_compiling():
             return pick_random(logits, params)

@@ -23,6 +23,7 @@ from graphrunner.core.outputs import ModelOutput, TokenLogprobs
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.kernels.noise import gumbel_noise
+from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.sampling.logprobs import entries_of, score_tokens
 from graphrunner.sampling.pick import RowParams, target_probs
 from graphrunner.sampling.rejection import accept_greedy, accept_random, acceptance_uniforms
@@ -167,7 +168,7 @@ def accept(draft_tokens: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         token_ids int32 [R, W], -1 after the last; num_new int32 [R]. In graph: yes. Sync: none.
     """
-    if target_ids.is_cuda:
+    if has_gpu_kernels(target_ids):
         from graphrunner.kernels.triton import gpu_ops
 
         return gpu_ops.accept_drafts(draft_tokens, target_ids)

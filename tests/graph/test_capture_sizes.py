@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrunner.runner.capture_planner import plan_capture_sizes
-from graphrunner.runner.capture_sizes import bucket_for, default_decode_sizes, default_prefill_sizes, user_sizes
+from graphrunner.runner.capture_sizes import (
+    bucket_for,
+    default_decode_sizes,
+    default_prefill_sizes,
+    sparse_sizes,
+    user_sizes,
+)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 13, 100, 256, 300, 512])
@@ -20,6 +26,8 @@ def test_default_lists() -> None:
     assert default_decode_sizes(300, largest_allowed=256)[-1] == 256
     assert default_decode_sizes(1024)[-1] == 512
     assert default_prefill_sizes(100)[-1] == 100
+    assert sparse_sizes(default_prefill_sizes(100)) == (4, 8, 16, 32, 64, 100)
+    assert sparse_sizes(default_decode_sizes(40)) == (1, 2, 4, 8, 16, 32, 40)
     assert default_prefill_sizes(8192)[-2:] == (2048, 8192)
     assert user_sizes([4, 1, 2, 99], limit=8) == (1, 2, 4)
     assert bucket_for(5, (1, 4)) is None

@@ -1,14 +1,21 @@
 """Cut at attention, compiled piece by piece: right, alive to each step's batch, and found on disk."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes.world import World, solo_tokens
 
 from graphrunner.config.engine_config import GraphBackend
+from graphrunner.core.active_batch import active_batch
+from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.shape_key import ForwardVariant, ShapeKey
 from graphrunner.device.graph import eager_break
+from graphrunner.execution.compiled_steps import CompiledBreak
+from graphrunner.execution.registry import create_execution_backend
 from graphrunner.execution.split import Break, Piece, split_forward
 
 
@@ -30,9 +37,52 @@ def test_a_forward_is_cut_at_its_breaks() -> None:
     assert torch.equal(eager_break(lambda batch, x: x * batch, 10, torch.ones(1)), torch.full((1,), 10.0))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_piecewise_steps(count: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def own_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of each test's own for what it compiles."""
     monkeypatch.setenv("GRAPHRUNNER_CACHE", str(tmp_path))
+
+
+def test_what_is_not_in_the_trace_is_refused() -> None:
+    """Python that does something else at each call; a value that is read back."""
+    state, counter = torch.ones(2, 4), itertools.count(1)
+    backend = create_execution_backend(GraphBackend.PIECEWISE, torch.device("cpu"))
+    key = ShapeKey(2, 2, ForwardVariant.LOGITS)
+    with backend.capture_session(), torch.inference_mode():
+        with pytest.raises(CaptureError, match="does not give the logits"):
+            backend.capture_one(key, lambda: ModelOutput(logits=state * next(counter)))
+        with pytest.raises(CaptureError, match="2t x 2r"):
+            backend.capture_one(key, lambda: ModelOutput(logits=state * float(state.sum())))
+        assert not backend.can_run(key)
+        backend.capture_one(key, lambda: ModelOutput(logits=state * 3))
+    assert backend.can_run(key)
+
+
+def test_attention_results_share_a_place_only_while_nobody_else_reads_them() -> None:
+    """The first break's result is read again after the second."""
+    state = torch.arange(8.0).view(2, 4)
+    batch = SimpleNamespace(positions=state)
+
+    def forward() -> ModelOutput:
+        first = eager_break(lambda batch, x: x * 10, batch, state + 1)
+        second = eager_break(lambda batch, x: x * 100, batch, first + 1)
+        third = eager_break(lambda batch, x: x * 1000, batch, second + 1)
+        return ModelOutput(logits=first.view(4, 2).view(2, 4) + third.view(2, 4))
+
+    backend = create_execution_backend(GraphBackend.PIECEWISE, torch.device("cpu"))
+    key = ShapeKey(2, 2, ForwardVariant.LOGITS)
+    with backend.capture_session(), torch.inference_mode():
+        backend.capture_one(key, forward)
+        for factor in (1.0, -3.0):
+            state.mul_(factor)
+            with active_batch(batch):
+                assert torch.equal(backend.replay(key).logits, forward().logits)
+    outputs = [step.output.data_ptr() for step in backend._recordings[key].steps if isinstance(step, CompiledBreak)]
+    assert len(set(outputs)) == 2, "the second and the third share, the first is its own"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_piecewise_steps(count: int, device: torch.device) -> None:
     world = World(device, backend=GraphBackend.PIECEWISE, decode_sizes=[2], prefill_sizes=[8]).capture()
     assert not world.account.report().failed
     lengths = [3, 4][:count]

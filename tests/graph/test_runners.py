@@ -17,7 +17,19 @@ GARBAGE = 7  # a valid row, id and slot: what is left over is read without a cra
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.value)
 
 
-@pytest.fixture(params=[*BACKENDS, "cpu runner"], ids=str)
+# Compiled, for seconds: with `make test-all`, and on a GPU.
+PIECEWISE = pytest.param(GraphBackend.PIECEWISE, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_artifacts(tmp_path_factory: pytest.TempPathFactory):
+    """One folder for what these tests compile, of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHRUNNER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(params=[*BACKENDS, PIECEWISE, "cpu runner"], ids=str)
 def world(request: pytest.FixtureRequest, device: torch.device) -> World:
     if request.param == "cpu runner":
         if device.type != "cpu":
@@ -143,7 +155,7 @@ def test_replay_equals_the_closure_uncaptured(backend: GraphBackend, need: Sampl
     assert torch.equal(replayed, called)
 
 
-@backends
+@pytest.mark.parametrize("backend", [*BACKENDS, PIECEWISE], ids=lambda b: b.value)
 def test_logits_are_close_to_eager_at_the_real_shape(backend: GraphBackend, device: torch.device) -> None:
     logits = []
     for sizes in ((4,), None):

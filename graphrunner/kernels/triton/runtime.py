@@ -10,6 +10,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from graphrunner.core.errors import CaptureError
+from graphrunner.kernels.tracing import is_tracing
+
 Operand = Tensor | TensorDescriptor | int | float
 
 _FIRST_CAPABILITY_WITH_DEPENDENT_LAUNCH = (9, 0)
@@ -101,7 +104,12 @@ def launch(
         grid: programs along each axis.
         operands: positional arguments.
         settings: constexprs and launch options.
+
+    Raises:
+        CaptureError: a compiler traces the forward, and would not see what the kernel does.
     """
+    if is_tracing():
+        raise CaptureError(f"kernel {kernel.fn.__name__} is no torch operator and cannot be traced")
     if _Compiling.is_on:
         kernel.warmup(*operands, grid=tuple(grid), **settings)
     else:

@@ -16,6 +16,8 @@ class ForwardMode(Enum):
 class ForwardVariant(Enum):
     """What a recorded forward ends with."""
 
+    __hash__ = object.__hash__  # keys are hashed a dozen times a step; the enum's own hash is a Python function
+
     LOGITS = "logits"  # logits of one token a request; sampled outside
     GREEDY = "greedy"  # argmax is part of the forward
     SAMPLE = "sample"  # temperature, top-k, top-p, min-p sampling is part of the forward

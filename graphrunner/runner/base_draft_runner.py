@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -216,12 +215,15 @@ class RoundInputs:
         self.token_ids = torch.zeros(max_reqs * max_width, dtype=torch.int32, device=device)
         self.num_new = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(max_reqs * max_width, hidden_size, dtype=dtype, device=device)
+        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def take(self, token_ids: torch.Tensor, num_new: torch.Tensor, hidden: torch.Tensor) -> None:
         """Copy a round in: int32 [R, W], int32 [R], [R * W, hidden_size]. Sync: none."""
-        self.token_ids[: token_ids.numel()].copy_(token_ids.reshape(-1))
-        self.num_new[: num_new.shape[0]].copy_(num_new)
-        self.hidden[: hidden.shape[0]].copy_(hidden)
+        shape = (token_ids.numel(), num_new.shape[0])
+        places = self._places.get(shape)
+        if places is None:
+            places = self._places[shape] = [self.token_ids[: shape[0]], self.num_new[: shape[1]]]
+        torch._foreach_copy_([*places, self.hidden[: hidden.shape[0]]], [token_ids.reshape(-1), num_new, hidden])
 
     def poison(self, value: int) -> None:
         """Overwrite everything; the floats with NaN."""
@@ -234,22 +236,23 @@ def draft_batch(batch: ScheduledBatch) -> ScheduledBatch:
     """The rows of a step as the decode batch that comes after it: all of a uniform one, else those that got a token."""
     if batch.mode is ForwardMode.DECODE:
         return batch
-    is_uniform = batch.mode is ForwardMode.VERIFY
-    chosen = [index for index, samples in enumerate(batch.samples) if samples or is_uniform]
-    return replace(
-        batch,
+    request_ids, rows = batch.request_ids, batch.rows
+    lens = tuple(cached + query - 1 for cached, query in zip(batch.cached_lens, batch.query_lens, strict=True))
+    if batch.mode is not ForwardMode.VERIFY:
+        chosen = [index for index, samples in enumerate(batch.samples) if samples]
+        request_ids, rows = tuple(request_ids[i] for i in chosen), tuple(rows[i] for i in chosen)
+        lens = tuple(lens[i] for i in chosen)
+    return ScheduledBatch(
+        step_id=batch.step_id,
         mode=ForwardMode.DECODE,
-        request_ids=tuple(batch.request_ids[i] for i in chosen),
-        rows=tuple(batch.rows[i] for i in chosen),
-        cached_lens=tuple(batch.cached_lens[i] + batch.query_lens[i] - 1 for i in chosen),
-        query_lens=(1,) * len(chosen),
+        request_ids=request_ids,
+        rows=rows,
+        cached_lens=lens,
+        query_lens=(1,) * len(rows),
         input_ids=(),
-        samples=(True,) * len(chosen),
-        needs_all_logits=False,
-        row_inits=(),
-        page_appends=(),
-        num_draft_tokens=(),
-        draft_token_ids=(),
+        samples=(True,) * len(rows),
+        sampling_need=batch.sampling_need,
+        needs_hidden_states=batch.needs_hidden_states,
     )
 
 

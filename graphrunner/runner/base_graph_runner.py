@@ -173,6 +173,8 @@ class BaseGraphRunner(BaseRunner):
         with self._batch_active(loaded.batch), self.backend.replay_session():
             output = self.backend.replay(loaded.key)
         num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
+        if num_reqs == loaded.key.num_reqs and num_tokens == loaded.key.num_tokens:
+            return output  # nothing is padding
         return ModelOutput(
             logits=_cut(output.logits, num_tokens if loaded.batch.mode is ForwardMode.VERIFY else num_reqs),
             token_ids=_cut(output.token_ids, num_reqs),

@@ -318,7 +318,9 @@ class Scheduler:
             min(count, useful, self._running.reserve(request, 1 + min(count, useful)) - 1) if count else 0
             for request, count, useful in zip(requests, plan.num_drafts, num_useful, strict=True)
         )
-        return replace(plan, num_drafts=num_drafts) if any(num_drafts) else None
+        if not any(num_drafts):
+            return None
+        return plan if num_drafts == plan.num_drafts else replace(plan, num_drafts=num_drafts)
 
     def _reserve_lookahead(
         self, requests: Sequence[Request], drafts: DraftPlan | None, chunks: Sequence[PromptChunk]

@@ -49,6 +49,7 @@ class EngineMetrics:
             buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16),
             registry=registry,
         )
+        self._series: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}  # of one kind of step
         self._num_preemptions_seen = 0
         self._preemptions = Counter("graphrunner_preemptions", "Requests that lost their pages", registry=registry)
         self._running = Gauge("graphrunner_requests_running", "Requests with pages", registry=registry)
@@ -68,8 +69,12 @@ class EngineMetrics:
         miss = record.miss_reason.reason.name if record.miss_reason else ""
         # Eager keys are exact sizes: one label for all of them keeps the number of series bounded.
         key = str(record.key) if record.is_graph else "exact"
-        self._steps.labels(record.runner, key, miss).inc()
-        self._step_s.labels(record.runner).observe(record.duration_ms / 1e3)
+        labels = (record.runner, key, miss)
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = (self._steps.labels(*labels), self._step_s.labels(record.runner))
+        series[0].inc()
+        series[1].observe(record.duration_ms / 1e3)
         self._tokens.inc(record.num_tokens)
         self._padding.inc(record.num_padding_tokens)
         self._drafts.inc(record.num_drafts)

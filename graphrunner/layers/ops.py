@@ -143,7 +143,7 @@ def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
 
 def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """act(gate) * up where the projection had a bias and could not be fused. [T, 2N] -> [T, N]."""
-    if gate_up.is_cuda:
+    if has_gpu_kernels(gate_up):
         return _gpu_kernels().gate_mul(gate_up, activation != "silu")
     gate, up = gate_up.chunk(2, dim=-1)
     functional = torch.nn.functional

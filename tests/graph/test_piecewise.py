@@ -13,8 +13,11 @@ from graphrunner.core.active_batch import active_batch
 from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant, ShapeKey
+from graphrunner.device.cpu import CpuDevice
 from graphrunner.device.graph import eager_break
-from graphrunner.execution.compiled_steps import CompiledBreak
+from graphrunner.execution import registry
+from graphrunner.execution.artifact_cache import ArtifactCache
+from graphrunner.execution.compiled_steps import CompiledBreak, RecordedPiece
 from graphrunner.execution.registry import create_execution_backend
 from graphrunner.execution.split import Break, Piece, split_forward
 
@@ -79,6 +82,33 @@ def test_attention_results_share_a_place_only_while_nobody_else_reads_them() -> 
                 assert torch.equal(backend.replay(key).logits, forward().logits)
     outputs = [step.output.data_ptr() for step in backend._recordings[key].steps if isinstance(step, CompiledBreak)]
     assert len(set(outputs)) == 2, "the second and the third share, the first is its own"
+
+
+class TapeDevice(CpuDevice):
+    """A CPU whose pieces are recorded like a GPU's, on tapes."""
+
+    has_own_memory = True
+
+
+def test_recorded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device with graphs does with compiled pieces. A tape sees only operators, so they are left uncompiled."""
+    monkeypatch.setattr(ArtifactCache, "get", lambda cache, traced: (traced.module, True))
+    monkeypatch.setattr(registry, "device_of", lambda device: TapeDevice())
+    world = World(backend=GraphBackend.PIECEWISE).capture()
+    assert not world.account.report().failed
+    steps = [step for each in world.backends[0]._recordings.values() for step in each.steps]
+    assert {type(step) for step in steps} == {RecordedPiece, CompiledBreak}
+    lives = [world.new(length) for length in (3, 9, 5)]
+    world.step(chunks=[(lives[0], 3), (lives[1], 4)], poison=7)
+    world.step(decode=lives[:1], chunks=[(lives[1], 5), (lives[2], 5)], poison=7)
+    for count in (3, 1, 2, 3):
+        world.step(decode=lives[:count], poison=7)
+        assert world.last.miss is None
+    for live, length in zip(lives, (3, 9, 5), strict=True):
+        assert live.tokens[length:] == solo_tokens(live.tokens[:length], len(live.tokens) - length)
+    for backend in world.backends:
+        backend.close()
+        backend.close()
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,13 +34,31 @@ from graphrunner.runner.static_buffers import DECODE_BUFFERS, StaticBuffers
 DRAFT_VARIANTS = (ForwardVariant.GREEDY, ForwardVariant.SAMPLE)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCapture:
+    """What every draft runner is built with, whatever it drafts.
+
+    Attributes:
+        context: of the proposer: its own KV layers.
+        backend, account, sizes, is_lazy, is_poisoning: see `BaseGraphRunner`.
+        max_token_id: the vocabulary's last.
+    """
+
+    context: RunnerContext
+    backend: ExecutionBackend
+    account: GraphAccount
+    sizes: tuple[int, ...]
+    max_token_id: int
+    is_lazy: bool = False
+    is_poisoning: bool = False
+
+
 class BaseDraftRunner(BaseGraphRunner):
     """Sizes count requests; `num_tokens / num_reqs` of a key is the batch's query length, one of `widths`.
 
     Args:
-        context: of the proposer: its own KV layers.
+        capture: what all draft runners have.
         widths: query lengths to record, rising.
-        max_token_id: the vocabulary's last.
         width_inside: tokens a request in the recording's own views, when that is not the batch's query length.
         name: in records and metrics.
 
@@ -51,28 +70,21 @@ class BaseDraftRunner(BaseGraphRunner):
     needed_support = GraphSupport.UNIFORM
 
     def __init__(
-        self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
-        *,
-        widths: Sequence[int],
-        max_token_id: int,
-        width_inside: int | None = None,
-        name: str,
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
+        self, capture: DraftCapture, *, widths: Sequence[int], width_inside: int | None = None, name: str
     ) -> None:
-        super().__init__(context, backend, account, sizes, is_lazy=is_lazy, is_poisoning=is_poisoning)
+        context, account = capture.context, capture.account
+        super().__init__(
+            context, capture.backend, account, capture.sizes, is_lazy=capture.is_lazy,
+            is_poisoning=capture.is_poisoning,
+        )  # fmt: skip
         self.name = name
         self.widths = tuple(widths)
         self._width_inside = width_inside
         self.max_reqs = max(self.sizes[-1], context.table.max_num_seqs)
         self._max_width = width_inside or self.widths[-1]
-        self._max_token_id = max_token_id
+        self._max_token_id = capture.max_token_id
         device = context.device
-        traced = backend.is_traced
+        traced = capture.backend.is_traced
         self._place_step = place_step_for(device, is_traced=traced)
         self._place_round = place_round_for(device, is_traced=traced)
         self._store_drafts = store_drafts_for(device, is_traced=traced)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,11 +10,8 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
-from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner
-from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.prepared import with_metadata
-from graphrunner.runner.runner_context import RunnerContext
 
 DraftStep = Callable[[ForwardBatch, ForwardVariant], torch.Tensor]
 """A uniform batch of one or two tokens a request, and the variant -> the token after each request's last, int32 [R]."""
@@ -33,25 +30,16 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
 
     def __init__(
         self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
+        capture: DraftCapture,
         *,
         step: DraftStep,
         num_drafts: int,
-        max_token_id: int,
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
     ) -> None:
         name = f"draft_model_{num_drafts}"
-        super().__init__(
-            context, backend, account, sizes, widths=(1,), width_inside=2, name=name, max_token_id=max_token_id,
-            is_lazy=is_lazy, is_poisoning=is_poisoning,
-        )  # fmt: skip
+        super().__init__(capture, widths=(1,), width_inside=2, name=name)
         self._step, self._num_drafts = step, num_drafts
-        self._before_last = torch.zeros(self.max_reqs, dtype=torch.int32, device=context.device)
-        self._ends = torch.arange(self.max_reqs, dtype=torch.int64, device=context.device) * 2 + 1
+        self._before_last = torch.zeros(self.max_reqs, dtype=torch.int32, device=capture.context.device)
+        self._ends = torch.arange(self.max_reqs, dtype=torch.int64, device=capture.context.device) * 2 + 1
 
     def take(self, before_last: torch.Tensor) -> None:
         """Copy in the token before each row's newest one, int32 [R], in batch order. Sync: none."""

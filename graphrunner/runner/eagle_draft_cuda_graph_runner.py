@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.eagle_state import EagleState
-from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext
 
 StepForward = Callable[[ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(batch of one token a request, hidden [R, C], variant) -> hidden [R, C] and drafts int32 [R]."""
@@ -33,30 +30,14 @@ class EagleDraftCudaGraphRunner(BaseDraftRunner):
 
     def __init__(
         self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
+        capture: DraftCapture,
         *,
         step: StepForward,
         state: EagleState,
         num_drafts: int,
         name: str = "eagle_draft_cuda_graph_runner",
-        max_token_id: int,
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
     ) -> None:
-        super().__init__(
-            context,
-            backend,
-            account,
-            sizes,
-            widths=(1,),
-            name=name,
-            max_token_id=max_token_id,
-            is_lazy=is_lazy,
-            is_poisoning=is_poisoning,
-        )
+        super().__init__(capture, widths=(1,), name=name)
         self._step, self.state, self._num_drafts = step, state, num_drafts
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:

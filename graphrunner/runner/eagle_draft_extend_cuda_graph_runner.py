@@ -9,11 +9,8 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture, RoundInputs
 from graphrunner.runner.eagle_state import EagleState
-from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext
 
 ExtendForward = Callable[[ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(batch, hidden states of the target [T, H], variant) -> hidden [R, C] and drafts int32 [R] of the rows at
@@ -33,31 +30,15 @@ class EagleDraftExtendCudaGraphRunner(BaseDraftRunner):
 
     def __init__(
         self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
+        capture: DraftCapture,
         *,
         extend: ExtendForward,
         inputs: RoundInputs,
         state: EagleState,
         widths: Sequence[int],
         name: str = "eagle_draft_extend_cuda_graph_runner",
-        max_token_id: int,
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
     ) -> None:
-        super().__init__(
-            context,
-            backend,
-            account,
-            sizes,
-            widths=widths,
-            name=name,
-            max_token_id=max_token_id,
-            is_lazy=is_lazy,
-            is_poisoning=is_poisoning,
-        )
+        super().__init__(capture, widths=widths, name=name)
         self._extend, self.inputs, self.state = extend, inputs, state
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,12 +11,9 @@ from graphrunner.core.draft_tree import DraftTree
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
-from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.eagle_state import EagleState
-from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
-from graphrunner.runner.runner_context import RunnerContext
 
 LayerForward = Callable[[ForwardBatch, torch.Tensor], torch.Tensor]
 """(batch of the same number of tokens in each request, hidden [T, C]) -> hidden [T, C]."""
@@ -40,36 +37,19 @@ class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
 
     def __init__(
         self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
+        capture: DraftCapture,
         *,
         layer: LayerForward,
         branch: Branch,
         state: EagleState,
         tree: DraftTree,
-        max_token_id: int,
         name: str = "eagle_tree_draft_cuda_graph_runner",
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
     ) -> None:
         # Leaves are drafted, never computed.
         num_computed = max(1, len(tree.parents) - len(tree.level(tree.num_levels)))
-        super().__init__(
-            context,
-            backend,
-            account,
-            sizes,
-            widths=(1,),
-            width_inside=num_computed,
-            name=name,
-            max_token_id=max_token_id,
-            is_lazy=is_lazy,
-            is_poisoning=is_poisoning,
-        )
+        super().__init__(capture, widths=(1,), width_inside=num_computed, name=name)
         self._layer, self._branch, self.state, self._tree = layer, branch, state, tree
-        device = context.device
+        device = capture.context.device
         self._offsets = torch.tensor(tree.depths[1 : num_computed + 1], device=device) - 1
         seen = torch.tensor([row[1 : num_computed + 1] for row in tree.sees()[1 : num_computed + 1]], device=device)
         self._mask = seen.to(torch.uint8).expand(self.max_reqs, -1, -1)

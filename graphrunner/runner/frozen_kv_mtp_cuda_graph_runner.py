@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs
-from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture, RoundInputs
 
 FrozenForward = Callable[[int, ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(step, batch of one token a request, hidden [R, C], variant) -> hidden [R, C] and drafts int32 [R]. Step 0 is given
@@ -23,7 +20,7 @@ class FrozenKVMTPCudaGraphRunner(BaseDraftRunner):
     """Every step sees the keys up to the newest computed token; nothing is written but the drafts.
 
     Args:
-        context: with the target's own KV layers.
+        capture: with the target's own KV layers.
         step: one step of the head.
         inputs: where the round is copied to before each run; its token ids are not read.
         query_width: tokens a request of the target's step.
@@ -32,32 +29,15 @@ class FrozenKVMTPCudaGraphRunner(BaseDraftRunner):
 
     def __init__(
         self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
+        capture: DraftCapture,
         *,
         step: FrozenForward,
         inputs: RoundInputs,
         query_width: int,
         num_drafts: int,
         name: str = "frozen_kv_mtp_cuda_graph_runner",
-        max_token_id: int,
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
     ) -> None:
-        super().__init__(
-            context,
-            backend,
-            account,
-            sizes,
-            widths=(query_width,),
-            width_inside=1,
-            name=name,
-            max_token_id=max_token_id,
-            is_lazy=is_lazy,
-            is_poisoning=is_poisoning,
-        )
+        super().__init__(capture, widths=(query_width,), width_inside=1, name=name)
         self._step, self.inputs = step, inputs
         self._query_width, self._num_drafts = query_width, num_drafts
 

@@ -10,10 +10,7 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.execution.backend import ExecutionBackend
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs
-from graphrunner.runner.graph_account import GraphAccount
-from graphrunner.runner.runner_context import RunnerContext
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture, RoundInputs
 
 HeadForward = Callable[[int, ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(head, batch, hidden [T, C], variant) -> hidden [T, C] and drafts int32 [R] of the rows at `batch.logits_indices`."""
@@ -34,10 +31,7 @@ class MultiLayerEagleDraftExtendCudaGraphRunner(BaseDraftRunner):
 
     def __init__(
         self,
-        context: RunnerContext,
-        backend: ExecutionBackend,
-        account: GraphAccount,
-        sizes: Sequence[int],
+        capture: DraftCapture,
         *,
         head: HeadForward,
         inputs: RoundInputs,
@@ -45,21 +39,8 @@ class MultiLayerEagleDraftExtendCudaGraphRunner(BaseDraftRunner):
         drafts: torch.Tensor,
         widths: Sequence[int],
         name: str = "multi_layer_eagle_draft_extend_cuda_graph_runner",
-        max_token_id: int,
-        is_lazy: bool = False,
-        is_poisoning: bool = False,
     ) -> None:
-        super().__init__(
-            context,
-            backend,
-            account,
-            sizes,
-            widths=widths,
-            name=name,
-            max_token_id=max_token_id,
-            is_lazy=is_lazy,
-            is_poisoning=is_poisoning,
-        )
+        super().__init__(capture, widths=widths, name=name)
         self._head, self.inputs, self.heads, self.drafts = head, inputs, tuple(heads), drafts
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:

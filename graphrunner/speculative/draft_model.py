@@ -68,15 +68,9 @@ class DraftModelProposer(DeviceProposer):
     def bind(self, context: ProposerContext) -> None:
         """See `Proposer.bind`."""
         self._context = context
-        parts = RunnerParts(context)
+        parts = RunnerParts(context, self.model.config.vocab_size - 1)
         self._runners = {
-            count: DraftModelCudaGraphRunner(
-                *parts.of_runner(),
-                step=self._step,
-                num_drafts=count,
-                max_token_id=self.model.config.vocab_size - 1,
-                is_lazy=context.is_lazy,
-            )
+            count: DraftModelCudaGraphRunner(parts.of_runner(), step=self._step, num_drafts=count)
             for count in self.counts
         }
         self._is_recorded = parts.is_recorded

@@ -63,7 +63,7 @@ class EagleProposer(DeviceProposer):
     def bind(self, context: ProposerContext) -> None:
         """See `Proposer.bind`."""
         target, self._context = self.draft.target, context
-        parts = RunnerParts(context)
+        parts = RunnerParts(context, target.config.vocab_size - 1)
         width = self.draft.config.hidden_size
         self._state = EagleState(parts.max_reqs, width, target.options.dtype, target.options.device)
         num_taps = len(self.draft.aux_layers) or 1
@@ -75,13 +75,11 @@ class EagleProposer(DeviceProposer):
             device=target.options.device,
         )
         self._extend_runner = EagleDraftExtendCudaGraphRunner(
-            *parts.of_runner(),
+            parts.of_runner(),
             extend=self._extend,
             inputs=self._inputs,
             state=self._state,
             widths=(1, *self._widths),
-            max_token_id=target.config.vocab_size - 1,
-            is_lazy=context.is_lazy,
         )
         self._loops = self._make_loops(parts)
         self._is_recorded = parts.is_recorded
@@ -92,27 +90,22 @@ class EagleProposer(DeviceProposer):
 
     def _make_loops(self, parts: RunnerParts) -> dict[int, BaseDraftRunner]:
         """What drafts after the extend, by how many drafts it makes."""
-        max_token_id, is_lazy = self.draft.target.config.vocab_size - 1, self._context.is_lazy
         if self._tree is not None:
             runner = EagleTreeDraftCudaGraphRunner(
-                *parts.of_runner(),
+                parts.of_runner(),
                 layer=lambda batch, hidden: self.draft(hidden, batch),
                 branch=self._branch,
                 state=self._state,
                 tree=self._tree,
-                max_token_id=max_token_id,
-                is_lazy=is_lazy,
             )
             return {len(self._tree.parents): runner}
         return {
             width - 1: EagleDraftCudaGraphRunner(
-                *parts.of_runner(),
+                parts.of_runner(),
                 step=self._step,
                 state=self._state,
                 num_drafts=width - 1,
                 name=f"eagle_draft_{width - 1}",
-                max_token_id=max_token_id,
-                is_lazy=is_lazy,
             )
             for width in self._widths
         }

@@ -49,7 +49,7 @@ class FrozenKVProposer(DeviceProposer):
     def bind(self, context: ProposerContext) -> None:
         """See `Proposer.bind`."""
         target, self._context = self.draft.target, context
-        parts = RunnerParts(context)
+        parts = RunnerParts(context, target.config.vocab_size - 1)
         self._inputs = RoundInputs(
             parts.max_reqs,
             self._widths[-1],
@@ -60,14 +60,12 @@ class FrozenKVProposer(DeviceProposer):
         over_target = replace(context.runner_context, kv_layers=context.target_kv_layers)
         self._runners = {
             width: FrozenKVMTPCudaGraphRunner(
-                *parts.of_runner(over_target),
+                parts.of_runner(over_target),
                 step=self._step,
                 inputs=self._inputs,
                 query_width=width,
                 num_drafts=self._num_drafts,
                 name=f"frozen_kv_mtp_{width}",
-                max_token_id=target.config.vocab_size - 1,
-                is_lazy=context.is_lazy,
             )
             for width in (1, *self._widths)
         }

@@ -66,7 +66,7 @@ class MTPProposer(DeviceProposer):
     def bind(self, context: ProposerContext) -> None:
         """See `Proposer.bind`."""
         target, self._context = self.draft.target, context
-        parts = RunnerParts(context)
+        parts = RunnerParts(context, target.config.vocab_size - 1)
         self._inputs = RoundInputs(
             parts.max_reqs,
             self._widths[-1],
@@ -76,14 +76,12 @@ class MTPProposer(DeviceProposer):
         )
         drafts = torch.zeros(parts.max_reqs, self.draft.num_heads, dtype=torch.int32, device=target.options.device)
         self._runner = MultiLayerEagleDraftExtendCudaGraphRunner(
-            *parts.of_runner(),
+            parts.of_runner(),
             head=self._head,
             inputs=self._inputs,
             heads=range(self.draft.num_heads),
             drafts=drafts,
             widths=(1, *self._widths),
-            max_token_id=target.config.vocab_size - 1,
-            is_lazy=context.is_lazy,
         )
         self._is_recorded = parts.is_recorded
 

@@ -162,6 +162,7 @@ def test_close_and_capture_again(make, alone) -> None:
 
 def test_heads_recorded_apart_draft_the_same(model: CausalLM, folders: dict[str, Path]) -> None:
     """One recording a head: what goes from head to head lies in the shared inputs."""
+    from graphrunner.runner.base_draft_runner import DraftCapture
     from graphrunner.runner.multi_layer_eagle_draft_extend_cuda_graph_runner import (
         MultiLayerEagleDraftExtendCudaGraphRunner,
     )
@@ -172,8 +173,8 @@ def test_heads_recorded_apart_draft_the_same(model: CausalLM, folders: dict[str,
     (whole,) = world.runners()
     heads = [
         MultiLayerEagleDraftExtendCudaGraphRunner(
-            whole.context, type(whole.backend)(), whole.account, whole.sizes, head=whole._head, inputs=whole.inputs,
-            heads=(index,), drafts=whole.drafts, widths=whole.widths, name=f"head_{index}", max_token_id=95,
+            DraftCapture(whole.context, type(whole.backend)(), whole.account, whole.sizes, 95), head=whole._head,
+            inputs=whole.inputs, heads=(index,), drafts=whole.drafts, widths=whole.widths, name=f"head_{index}",
         )
         for index in range(3)
     ]  # fmt: skip

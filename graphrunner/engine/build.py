@@ -32,6 +32,7 @@ from graphrunner.engine.output_processor import OutputProcessor
 from graphrunner.engine.residency import Residency
 from graphrunner.engine.token_engine import TokenEngine
 from graphrunner.engine.tokenizer import load_tokenizer, source_of
+from graphrunner.kernels.triton.compile_ahead import KernelCompiler, start_kernel_compiler
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.pool import KVPool, KVSpec
 from graphrunner.kvcache.prefix_cache import NoPrefixCache
@@ -69,6 +70,17 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     clock = StartupClock()
     setup_logging(log_level(), config.telemetry.log_format)
     device = _device(config.load.device)
+    compiler = _kernel_compiler(device)
+    try:
+        return _build(config, device, clock, compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
+
+
+def _build(
+    config: EngineConfig, device: torch.device, clock: StartupClock, compiler: KernelCompiler | None
+) -> LLMEngine:
     device_of(device).trim()
     clock.measure(device_of(device).used_bytes)
     seen = Observation(config.telemetry, device)
@@ -99,7 +111,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         proposer = create_proposer(config.speculative, target)
         clock.lap("draft")
     parts = RunnerParts(config, limits, model, device, structured, eos, proposer)
-    core, residency = _core(parts, source, seen, clock)
+    core, residency = _core(parts, source, seen, clock, compiler)
     token_engine = TokenEngine(
         core,
         residency,
@@ -119,7 +131,11 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
 
 def _core(
-    parts: RunnerParts, source: ModelSource, seen: Observation, clock: StartupClock
+    parts: RunnerParts,
+    source: ModelSource,
+    seen: Observation,
+    clock: StartupClock,
+    compiler: KernelCompiler | None,
 ) -> tuple[EngineCore, Residency]:
     """What depends on memory, in the order in which it can be measured: runners, graphs, then pages."""
     config, limits, model, proposer = parts.config, parts.limits, parts.model, parts.proposer
@@ -130,7 +146,7 @@ def _core(
     reload = partial(reload_weights, model, source, seed=config.load.seed)
     memory = ModelMemory(model, proposer.modules() if proposer else ())
     residency = Residency(config.cache, limits, memory, pool, model_runner, reload)
-    residency.settle(clock)
+    residency.settle(clock, compiler.rehearsal() if compiler is not None else None)
     allocator.cut(pool.num_pages)
     core = EngineCore(
         _scheduler(config, limits, allocator, speculation),
@@ -232,6 +248,13 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "this machine or this build of torch has no CUDA device")
     return torch.device(name)
+
+
+def _kernel_compiler(device: torch.device) -> KernelCompiler | None:
+    """Started before anything else, so that it is ready when the weights are; None where Triton compiles nothing."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return start_kernel_compiler()
 
 
 def _num_physical_cores() -> int:

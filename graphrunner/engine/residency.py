@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -15,8 +16,11 @@ from graphrunner.engine.memory_plan import DeviceMemory, estimated_graph_bytes, 
 from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.kvcache.pool import KVPool
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
+from graphrunner.telemetry.log import get_logger
 from graphrunner.telemetry.startup import StartupClock
 from graphrunner.weights.offload import ModelMemory
+
+log = get_logger(__name__)
 
 
 class Residency:
@@ -70,18 +74,25 @@ class Residency:
         if self.is_asleep:
             raise EngineStateError("the engine is asleep: wake it first")
 
-    def settle(self, clock: StartupClock) -> None:
+    def settle(self, clock: StartupClock, rehearsal: AbstractContextManager[None] | None = None) -> None:
         """Record graphs, then size the pool from what is free.
+
+        Args:
+            rehearsal: inside, kernels are compiled and not run; None compiles them as they are met.
 
         Raises:
             ConfigError: the settings leave no room for KV pages.
         """
         device, runners = self.pool.device, self._model_runner.graph_runners
         step_bytes = 0
+        if rehearsal is not None:
+            self._rehearse(rehearsal)
+            device.trim()
+            clock.lap("kernels")
         if device.has_own_memory:
             step_bytes = device.peak_bytes(lambda: run_largest_steps(self._model_runner, self._limits))
             device.trim()
-            clock.lap("largest step, kernels compiled")
+            clock.lap("largest step")
         num_late = sum(len(list(runner.all_keys())) for runner in runners if runner.is_lazy)
         for runner in runners:
             forecast = GraphForecast(device.used_bytes, len(list(runner.all_keys())))
@@ -146,6 +157,15 @@ class Residency:
         self._is_closed = True
         self._model_runner.close()
         self.pool.release()
+
+    def _rehearse(self, rehearsal: AbstractContextManager[None]) -> None:
+        try:
+            with rehearsal:
+                run_largest_steps(self._model_runner, self._limits)
+                for runner in self._model_runner.graph_runners:
+                    runner.rehearse()
+        except Exception as cause:
+            log.warning("kernels are compiled one by one, as they are met: %s", cause)
 
     def _give_back(self) -> None:
         self.pool.device.synchronize()  # the last step may have run ahead of its requests' end

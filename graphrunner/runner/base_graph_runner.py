@@ -47,11 +47,11 @@ class BaseGraphRunner(BaseRunner):
         modes: the steps it takes.
         needed_support: what its attention must be able to do inside a graph.
         buffers: what its loads fill.
-        can_compile_ahead: whether its forward may run, on padding, with kernels that leave their results unwritten.
+        can_rehearse: whether its forward may run, on padding, with kernels that leave their results unwritten.
     """
 
     modes: frozenset[ForwardMode]
-    can_compile_ahead = False
+    can_rehearse = False
     needed_support: GraphSupport
     buffers: StaticBuffers
 
@@ -124,10 +124,24 @@ class BaseGraphRunner(BaseRunner):
         if self.is_lazy or not self._is_attention_able():
             return
         keys = [key for key in self.all_keys() if not self.backend.can_run(key)]
-        if self.can_compile_ahead and self.context.device.type == "cuda" and not self.backend.is_traced:
-            on_progress(f"{self.name}: kernels", 0, len(keys))
-            self._compile_ahead(keys)
         self._capture_all(keys, on_progress)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run the forwards of the list that launch all of its kernels, where `can_rehearse` says so.
+
+        Sizes between two powers of two share their kernels, but for what is cut to fill the card: both ends are run.
+        Without LOGITS, whose kernels are among those of SAMPLE.
+        """
+        if self.is_lazy or not self.can_rehearse or self.backend.is_traced or not self._is_attention_able():
+            return
+        keys = list(self.all_keys())
+        ends: dict[tuple[ForwardVariant, int], tuple[ShapeKey, ShapeKey]] = {}
+        for key in [key for key in keys if key.variant is not ForwardVariant.LOGITS] or keys:
+            group = key.variant, (key.num_tokens - 1).bit_length()
+            ends[group] = (ends.get(group, (key, key))[0], key)
+        for key in dict.fromkeys(key for pair in ends.values() for key in pair):
+            self.forward_over(self.capture_prepare(key), key.variant)
 
     def capture_pending(self) -> None:
         """Record what steps asked for and did not find (lazy capture). Called between steps."""
@@ -204,23 +218,6 @@ class BaseGraphRunner(BaseRunner):
 
     def _is_attention_able(self) -> bool:
         return self.backend.has_eager_breaks or self.context.attention.graph_support >= self.needed_support
-
-    @torch.inference_mode()
-    def _compile_ahead(self, keys: Sequence[ShapeKey]) -> None:
-        """Compile the kernels of the keys side by side: sizes up to the same power of two share them.
-
-        Without LOGITS, whose kernels are among those of SAMPLE.
-        """
-        wanted = [key for key in keys if key.variant is not ForwardVariant.LOGITS]
-        chosen = {(key.variant, (key.num_tokens - 1).bit_length()): key for key in wanted}
-        try:
-            from graphrunner.kernels.triton.compile_ahead import compiling_ahead
-
-            with compiling_ahead():
-                for key in chosen.values():
-                    self.forward_over(self.capture_prepare(key), key.variant)
-        except Exception as cause:
-            log.warning("%s: kernels are compiled one by one, as they are met: %s", self.name, cause)
 
     @torch.inference_mode()
     def _capture_all(self, keys: Sequence[ShapeKey], on_progress: OnCapture) -> None:

@@ -32,7 +32,7 @@ class PrefillCudaGraphRunner(BaseGraphRunner):
 
     modes = frozenset({ForwardMode.PREFILL, ForwardMode.MIXED})
     needed_support = GraphSupport.ALWAYS
-    can_compile_ahead = True
+    can_rehearse = True
 
     def __init__(
         self,

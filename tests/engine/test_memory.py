@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fakes.fake_accelerator import MIB, FakeAccelerator, install
 from graphrunner import LLM
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.engine import residency
+from graphrunner.engine import build, residency
 from graphrunner.engine.graph_forecast import GraphForecast
 from graphrunner.engine.memory_plan import GRAPH_BYTES
 from graphrunner.execution.recording import RecordingBackend
@@ -122,7 +123,7 @@ def test_phases_add_up_to_the_start(make_llm: Make, card: FakeAccelerator, monke
     after_s = startup.process_age_s()
     assert [phase.name for phase in report.phases] == [
         "process start, imports", "configuration, device", "weights", "tokenizer", "runners",
-        "largest step, kernels compiled", "capture, prefill_cuda_graph_runner", "capture, decode_cuda_graph_runner",
+        "largest step", "capture, prefill_cuda_graph_runner", "capture, decode_cuda_graph_runner",
         "KV pages", "scheduler",
     ]  # fmt: skip
     assert before_s <= report.wall_s <= after_s + 0.05
@@ -212,3 +213,50 @@ def test_the_largest_step_leaves_no_trace(make_llm: Make, card: FakeAccelerator,
     assert not drafting.request_table.num_computed.any()
     residency.run_largest_steps(runner, llm.engine.token_engine._residency._limits)
     assert not runner.request_table.num_computed.any() and not torch.is_inference_mode_enabled()
+
+
+class Compiler:
+    """Stands for a kernel compiler; `problem` is raised in its rehearsal."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.problem = problem
+        self.calls: list[str] = []
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        self.calls.append("begin")
+        if self.problem is not None:
+            raise self.problem
+        yield
+        self.calls.append("end")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_kernels_are_a_phase_of_their_own_before_the_largest_step(make_llm: Make, solo, card, monkeypatch) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
+    llm = make_llm(**GRAPHS, **SIZES, **OPEN)
+    names = [phase.name for phase in llm.startup_report().phases]
+    assert names.index("kernels") + 1 == names.index("largest step")
+    assert compiler.calls == ["begin", "end", "close"]
+    (prompt,) = prompts_of([20])
+    assert generate(llm, [prompt], greedy(6)) == [solo(prompt, 6)]
+
+
+def test_a_rehearsal_that_fails_costs_a_warning(make_llm: Make, card, monkeypatch, caplog) -> None:
+    compiler = Compiler(RuntimeError("no such thing"))
+    monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
+    with caplog.at_level(logging.WARNING):
+        make_llm(**GRAPHS, **SIZES, **OPEN)
+    assert "as they are met: no such thing" in caplog.text
+    assert compiler.calls == ["begin", "close"]
+
+
+def test_a_start_that_fails_ends_the_compiler(make_llm: Make, card, monkeypatch) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
+    with pytest.raises(ConfigError):
+        make_llm(**GRAPHS, **SIZES, **OPEN | {"gpu_memory_utilization": 0.16})
+    assert compiler.calls[-1] == "close"

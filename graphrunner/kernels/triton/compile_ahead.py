@@ -1,30 +1,129 @@
-"""Compile a forward's kernels side by side before the first of them runs.
+"""Compile a start's kernels side by side before the first of them runs.
 
-A kernel compiles in about a second; met one after another in a first forward, those of a new model keep a start waiting
-for most of a minute on a machine whose other cores have nothing to do.
+Note [compiling ahead]. A kernel takes up to two seconds to compile, and a C compiler half a second for its launcher;
+met one after another in a first forward, those of a new model keep a start waiting for most of a minute on a machine
+whose other cores have nothing to do. So the forwards are run once with launches that only tell which kernels they
+would run; those that Triton's on-disk cache lacks are compiled into it by other processes (see compile_server), which
+were started, and did their imports, while weights were loaded. Whatever goes wrong there costs time and nothing else:
+a kernel that is not in the cache when it is launched is compiled then.
 """
 
+from __future__ import annotations
+
+import hashlib
+import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, cast
 
-from triton.runtime._async_compile import AsyncCompileMode
+from graphrunner.telemetry.log import get_logger
 
-from graphrunner.kernels.triton import runtime
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction, JitFunctionInfo
 
-_MAX_THREADS = 16
+log = get_logger(__name__)
+
+_MAX_WORKERS = 32
+_LONGEST_WAIT_S = 120.0
 
 
-@contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Inside, kernels are handed to compiling threads and not run; on leaving, all of them are there.
+class KernelCompiler:
+    """A compile server, idle until a rehearsal ends. Nothing of Triton or torch is loaded to start it.
 
-    A kernel that the compiler refuses is refused again, with its message, where it is launched.
+    Args:
+        num_workers: kernels compiled at a time.
+        command: the server's; None is our own.
+
+    Raises:
+        OSError: the process cannot be started.
     """
-    with (
-        ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads,
-        AsyncCompileMode(threads, ignore_errors=True),
-        runtime.compiling_only(),
-    ):
-        yield
+
+    def __init__(self, num_workers: int, command: list[str] | None = None) -> None:
+        # In a session of its own: a terminal's Ctrl-C is for the engine, which ends the server.
+        self._process = subprocess.Popen(
+            command or server_command(num_workers), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
+        )  # fmt: skip
+        self._orders: dict[str, None] = {}
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, kernels are not run: what they would have written stays as it was. On leaving, all are compiled.
+
+        Once only: the server ends with it.
+        """
+        from triton import knobs
+
+        from graphrunner.kernels.triton import runtime
+
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = self._order
+        try:
+            with runtime.compiling_only():
+                yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+        self._finish()
+
+    def close(self) -> None:
+        """End the server and its workers. Idempotent."""
+        with suppress(ProcessLookupError, PermissionError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def _order(self, *, fn: JitFunctionInfo, compile: Mapping[str, object], **_told: object) -> bool:
+        """Triton's hook before it compiles, with its names; whether it shall not."""
+        order = str(compile["specialization_data"])
+        if _is_cached(fn.jit_function, compile, order):
+            return False
+        self._orders[order] = None
+        return True
+
+    def _finish(self) -> None:
+        log.debug("%d kernels to compile", len(self._orders))
+        try:
+            self._process.communicate("\n".join(self._orders), timeout=_LONGEST_WAIT_S)
+        except (OSError, subprocess.TimeoutExpired) as cause:
+            log.warning("kernels are compiled one by one, as they are met: %s", cause)
+        self.close()
+
+
+def server_command(num_workers: int) -> list[str]:
+    """Our own server, in this interpreter's world: it finds the modules that this process finds."""
+    start = "from graphrunner.kernels.triton.compile_server import main"
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}; main({num_workers})"]
+
+
+def start_kernel_compiler() -> KernelCompiler | None:
+    """One with a worker a core; None where there is one core only, or no process can be started."""
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    try:
+        return KernelCompiler(min(num_cores, _MAX_WORKERS)) if num_cores > 1 else None
+    except OSError as cause:
+        log.warning("kernels are compiled one by one, as they are met: %s", cause)
+        return None
+
+
+def _is_cached(kernel: JITFunction, told: Mapping[str, object], order: str) -> bool:
+    """Whether Triton would find this specialised kernel on disk: the first half of its `compile`."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+    from triton.runtime.driver import driver
+
+    backend = make_backend(driver.active.get_current_target())
+    described = json.loads(order)["options"].items()
+    options = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in described})
+    (attributes,) = cast("list[dict]", told["configs"])
+    source = ASTSource(kernel, told["signature"], told["constants"], attributes)
+    key = get_cache_key(source, backend, options, get_cache_invalidating_env_vars())
+    files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{source.name[:150]}.json")
+    return bool(files)

@@ -178,7 +178,7 @@ def _decode_attention_kernel(
         tl.store(lse_ptr + row, lse, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def _combine_kernel(
     partial_ptr, lse_ptr, out_ptr, num_heads, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
     SP: tl.constexpr, PDL: tl.constexpr,

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from graphrunner.kernels.triton import runtime
-from graphrunner.kernels.triton.request_rows import DecodeInputs
+from graphrunner.kernels.triton.request_rows import REQUEST_BLOCK, DecodeInputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "shift"])
 def _place_kernel(
     request_rows_ptr, num_computed_ptr, num_new_ptr, tokens_ptr, page_table_ptr, ids_ptr, positions_ptr,
     seq_lens_ptr, slots_ptr, last_ptr, R, max_pages, max_token_id, shift, PAGE_SIZE: tl.constexpr,
@@ -75,17 +75,16 @@ def place_tokens(
     """
     num_requests = request_rows.shape[0]
     pdl = runtime.use_dependent_launch(request_rows.device)
-    block = min(128, triton.next_power_of_2(num_requests))
     runtime.launch(
-        _place_kernel, (triton.cdiv(num_requests, block),),
+        _place_kernel, (triton.cdiv(num_requests, REQUEST_BLOCK),),
         request_rows, num_computed, request_rows if num_new is None else num_new, tokens, page_table, out.input_ids,
         out.positions, out.seq_lens, out.slot_mapping, out.positions if last is None else last, num_requests,
         page_table.shape[1], max_token_id, shift, PAGE_SIZE=page_size, WIDTH=out.input_ids.shape[0] // num_requests,
-        IS_ROUND=num_new is not None, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        IS_ROUND=num_new is not None, BLOCK=REQUEST_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _store_kernel(
     request_rows_ptr, drafts_ptr, table_ptr, R, num_drafts, max_drafts, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from graphrunner.kernels.triton import runtime
 
+REQUEST_BLOCK = 128
+"""Requests a program, as many as it has threads: fewer would be no faster, and all sizes share one compiled kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
@@ -47,7 +50,7 @@ class DraftInputs:
     draft_tokens: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gather_kernel(
     request_rows_ptr, last_token_ptr, draft_table_ptr, num_drafts_ptr, drafts_ptr, num_computed_ptr, page_table_ptr,
     ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, R, max_pages, max_drafts, PAGE_SIZE: tl.constexpr,
@@ -114,17 +117,16 @@ def gather_decode_inputs(
         else (drafts.table, drafts.num_drafts, drafts.draft_tokens)
     )
     pdl = runtime.use_dependent_launch(request_rows.device)
-    block = min(128, triton.next_power_of_2(num_requests))
     runtime.launch(
-        _gather_kernel, (triton.cdiv(num_requests, block),),
+        _gather_kernel, (triton.cdiv(num_requests, REQUEST_BLOCK),),
         request_rows, last_token, table, num_drafts, draft_tokens, num_computed, page_table, out.input_ids,
         out.positions, out.seq_lens, out.slot_mapping, num_requests, page_table.shape[1],
-        0 if drafts is None else table.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK=block, PDL=pdl,
+        0 if drafts is None else table.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK=REQUEST_BLOCK, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _accept_kernel(
     drafts_ptr, target_ptr, tokens_ptr, num_new_ptr, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -161,16 +163,15 @@ def accept_drafts(draft_tokens: Tensor, target_ids: Tensor) -> tuple[Tensor, Ten
     tokens = torch.empty(num_requests, width, dtype=torch.int32, device=target_ids.device)
     num_new = torch.empty(num_requests, dtype=torch.int32, device=target_ids.device)
     pdl = runtime.use_dependent_launch(target_ids.device)
-    block = min(128, triton.next_power_of_2(num_requests))
     runtime.launch(
-        _accept_kernel, (triton.cdiv(num_requests, block),),
-        draft_tokens.contiguous(), target_ids, tokens, num_new, num_requests, WIDTH=width, BLOCK=block, PDL=pdl,
+        _accept_kernel, (triton.cdiv(num_requests, REQUEST_BLOCK),),
+        draft_tokens.contiguous(), target_ids, tokens, num_new, num_requests, WIDTH=width, BLOCK=REQUEST_BLOCK, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return tokens, num_new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _advance_kernel(
     request_rows_ptr, token_ptr, num_new_ptr, last_token_ptr, num_computed_ptr, ring_ptr, step_ptr, R, ring_len,
     ring_width, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_NUM_NEW: tl.constexpr, PDL: tl.constexpr,
@@ -227,6 +228,6 @@ def advance_rows(
         _advance_kernel, (1,),
         request_rows, tokens, num_new if num_new is not None else request_rows, last_token, num_computed, output_ring,
         step_counter, num_requests, output_ring.shape[0], output_ring.shape[1],
-        WIDTH=tokens.numel() // num_requests, BLOCK=triton.next_power_of_2(num_requests),
+        WIDTH=tokens.numel() // num_requests, BLOCK=max(REQUEST_BLOCK, triton.next_power_of_2(num_requests)),
         HAS_NUM_NEW=num_new is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -75,20 +75,46 @@ def largest_power_of_two_divisor(value: int) -> int:
     return value & -value
 
 
-class _Compiling:
-    """Whether launches are only compiled; see compile_ahead."""
+class _Rehearsal:
+    """The kinds of launches met so far while nothing may run, each compiled once; None outside. See compile_ahead."""
 
-    is_on = False
+    met: set[tuple[object, ...]] | None = None
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
     """Inside, kernels are compiled for their operands and not run: what they would have written stays as it was."""
-    _Compiling.is_on = True
+    _Rehearsal.met = set()
     try:
         yield
     finally:
-        _Compiling.is_on = False
+        _Rehearsal.met = None
+
+
+def _kind(operand: Tensor | int | float) -> tuple[object, ...]:
+    """All of an operand that a compiled kernel can depend on."""
+    if isinstance(operand, Tensor):
+        return operand.dtype, operand.data_ptr() % 16 == 0
+    return type(operand), operand
+
+
+_named: set[int] = set()
+
+
+def name_kernel(kernel: JITFunction) -> None:
+    """Let Triton hash a kernel after the functions it calls.
+
+    The hash is its name in the on-disk cache, and without this depends on what the process happened to hash before:
+    another process, or the next start, would not find it there.
+    """
+    _named.add(id(kernel))
+    if not isinstance(kernel, JITFunction):  # interpreted
+        return
+    for name in kernel.fn.__code__.co_names:
+        called = kernel.fn.__globals__.get(name)
+        if isinstance(called, JITFunction) and id(called) not in _named:
+            name_kernel(called)
+    hash(kernel)
 
 
 def launch(
@@ -110,10 +136,15 @@ def launch(
     """
     if is_tracing():
         raise CaptureError(f"kernel {kernel.fn.__name__} is no torch operator and cannot be traced")
-    if _Compiling.is_on:
-        kernel.warmup(*operands, grid=tuple(grid), **settings)
-    else:
+    if id(kernel) not in _named:
+        name_kernel(kernel)
+    if _Rehearsal.met is None:
         kernel[tuple(grid)](*operands, **settings)
+        return
+    kind = (id(kernel), *map(_kind, operands), *settings.items())
+    if kind not in _Rehearsal.met:
+        _Rehearsal.met.add(kind)
+        kernel.warmup(*operands, grid=tuple(grid), **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +169,5 @@ class Launch:
 
     def compile(self) -> None:
         """Compile without running; operands may be meta tensors. Fills Triton's on-disk cache."""
+        name_kernel(self.kernel)
         self.kernel.warmup(*self.operands, grid=self.grid, **self.settings)

@@ -91,10 +91,12 @@ def compiling_only() -> Iterator[None]:
         _Rehearsal.met = None
 
 
-def _kind(operand: Tensor | int | float) -> tuple[object, ...]:
+def _kind(operand: Operand) -> tuple[object, ...]:
     """All of an operand that a compiled kernel can depend on."""
     if isinstance(operand, Tensor):
         return operand.dtype, operand.data_ptr() % 16 == 0
+    if isinstance(operand, TensorDescriptor):
+        return operand.base.dtype, *operand.block_shape
     return type(operand), operand
 
 

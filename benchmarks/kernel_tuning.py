@@ -1,4 +1,4 @@
-"""Measuring configurations of the GPU kernels on the card at hand; `kernels.py --tune` is its command line."""
+"""Measuring configurations of the GPU kernels on the card at hand; `kernel_steps.py --tune` is its command line."""
 
 import os
 from dataclasses import dataclass

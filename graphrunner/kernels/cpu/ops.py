@@ -16,10 +16,13 @@ from graphrunner.kernels.cpu.build import load_library
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
-@torch.compiler.assume_constant_result
 def is_available() -> bool:
     """Whether the C++ kernels can be used here; builds them at the first call on this machine."""
     return load_library() and _register_shape_functions()
+
+
+# What torch.compiler.assume_constant_result does, without the second that importing torch's compiler takes.
+is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def rms_norm(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Configurations measured on real cards; made by `python benchmarks/kernels.py --tune`, see linear_tuning.py."""
+"""Configurations measured on real cards; made by `python benchmarks/kernel_steps.py --tune`, see linear_tuning.py."""
 
 # key: see linear_config.config_key. Row: kind, block_n, block_k, slices, num_warps, num_stages,
 # programs_per_multiprocessor, trigger, block_b, ahead_bytes.

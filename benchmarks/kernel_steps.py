@@ -1,8 +1,8 @@
 """GPU kernels: correct against float32 twins, and a whole fused decode step in one CUDA graph against its floor.
 
-    python benchmarks/kernels.py            checks, then decode steps of three shapes at batches 1 to 256
-    python benchmarks/kernels.py --tune     measures configurations first, keeps them in the user's cache directory
-                                            and prints them in the form of kernels/triton/tuned_configs.py
+    python benchmarks/kernel_steps.py            checks, then decode steps of three shapes at batches 1 to 256
+    python benchmarks/kernel_steps.py --tune     measures configurations first, keeps them in the user's cache directory
+                                                 and prints them in the form of kernels/triton/tuned_configs.py
 
 The floor of a step is (bytes of weights + bytes of keys and values it reads) / the read bandwidth measured here.
 """

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._inductor import CompiledArtifact
 
 from graphrunner.config.env import cache_dir
@@ -85,6 +86,13 @@ def artifact_name(traced: TracedForward) -> str:
 def _compile(traced: TracedForward) -> CompiledArtifact:
     # Outside of inference mode: the compiler runs functions whose inputs it changes, and asks for version counters.
     with torch.inference_mode(False), torch.no_grad():
-        return torch._inductor.standalone_compile(
-            traced.module, list(traced.inputs), dynamic_shapes="from_example_inputs"
-        )
+        inputs = [_with_version(tensor) for tensor in traced.inputs]
+        return torch._inductor.standalone_compile(traced.module, inputs, dynamic_shapes="from_example_inputs")
+
+
+def _with_version(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that counts its versions, which those made in inference mode do not."""
+    if not tensor.is_inference():
+        return tensor
+    place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

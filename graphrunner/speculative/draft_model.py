@@ -14,6 +14,7 @@ from graphrunner.core.active_batch import active_batch
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.kernels.tracing import is_tracing
 from graphrunner.models.registry import LanguageModel, load_model
 from graphrunner.runner.base_draft_runner import draft_batch
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
@@ -107,7 +108,8 @@ class DraftModelProposer(DeviceProposer):
             return pick_greedy(self.model.logits(hidden)) if token_ids is None else token_ids
         logits = self.model.logits(hidden)
         # A request's drafts are drawn with the very noise that the target draws the same places with.
-        if logits.is_cuda:
+        # A trace is refused there: the filters, as operators, are minutes of compilation.
+        if logits.is_cuda or is_tracing():
             return self._context.pick(logits, batch.request_rows, batch.seq_lens, variant)
         return pick_random(logits, self._context.sampling_rows.gather(batch.request_rows, batch.seq_lens))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import NATIVE, save_tiny_model
+from tiny_models import NATIVE, TinyModel, save_tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrunner import LLM, SamplingParams
@@ -18,7 +18,7 @@ from graphrunner.config.quantization import Quantization
 from graphrunner.core.errors import CaptureError
 from graphrunner.core.forward_batch import ForwardBatch, KVLayer
 from graphrunner.core.outputs import ModelOutput
-from graphrunner.core.shape_key import ForwardMode
+from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.execution import artifact_cache
 from graphrunner.execution.split import Break, Piece, SplitForward, split_forward
 from graphrunner.kernels import reference, traced_ops
@@ -34,6 +34,9 @@ from graphrunner.weights.quantize import quantize
 from graphrunner.weights.source import load_model_config, resolve_source
 
 CUDA = torch.device("cuda")
+# Every packing has a group that divides these widths.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4}
+MODELS = NATIVE | {"qwen3-wide": TinyModel("qwen3", WIDE)}
 SIZES = {"decode_sizes": [2, 4], "prefill_sizes": [16, 32]}
 EAGER = {"decode_graph": "off", "prefill_graph": "off"}
 PIECEWISE = {"decode_graph": "piecewise", "prefill_graph": "piecewise"}
@@ -46,7 +49,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     @cache
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        save_tiny_model(NATIVE[name], folder)
+        save_tiny_model(MODELS[name], folder)
         return folder
 
     return make
@@ -64,16 +67,17 @@ def make_llm(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., LLM]]:
         made.append(LLM(str(folder_of(name)), **(base | options)))
         return made[-1]
 
+    make.folder_of = folder_of  # type: ignore[attr-defined]
     yield make
     for llm in made:
         llm.close()
 
 
-def generate(llm: LLM) -> list[list[int]]:
+def generate(llm: LLM, temperature: float = 0.0) -> list[list[int]]:
     """Three prompts, one of which is longer than a step, so that its chunks run beside the others' decode rows."""
     rng = random.Random(2)
     prompts = [{"prompt_token_ids": [rng.randrange(3, 90) for _ in range(length)]} for length in (9, 21, 43)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=8, ignore_eos=True, detokenize=False)
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -220,13 +224,20 @@ def test_a_kernel_met_in_a_trace_names_itself() -> None:
         assert torch.allclose(norms.rms_norm(x, weight, 1e-6), x, atol=1e-5) or not torch.cuda.is_available()
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for what the tests on a GPU compile."""
+    return tmp_path_factory.mktemp("artifacts")
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["llama", "llama-tied-bias", "qwen3", "gemma2", "gemma3", "mistral"])
-def test_same_tokens_on_a_gpu(name: str, make_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifact_cache, "cache_dir", lambda: tmp_path)
+@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen3", "gemma2"])
+def test_same_tokens_on_a_gpu(name: str, make_llm, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact_cache, "cache_dir", lambda: kept)
     options = {"device": "cuda", "dtype": "float32"}
     expected = generate(make_llm(name, **EAGER, **options))
     llm = make_llm(name, **PIECEWISE, **SIZES, **options)
+    assert num_compiled(llm) > 0
     assert generate(llm) == expected
     check_all_replayed(llm)
     llm.sleep()
@@ -238,22 +249,45 @@ def test_same_tokens_on_a_gpu(name: str, make_llm, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_each_step_is_close_to_eager_on_a_gpu(name: str, quantization: str | None, dtype: str, make_llm) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("bfloat16", None), ("float16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("bfloat16", "fp8")],
+)
+def test_each_step_is_close_to_eager_on_a_gpu(
+    dtype: str, quantization: str | None, make_llm, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graph check runs every step both ways and raises where a row is further off than its dtype explains."""
+    monkeypatch.setattr(artifact_cache, "cache_dir", lambda: kept)
     llm = make_llm(
-        name, **PIECEWISE, **SIZES, device="cuda", dtype=dtype, quantization=quantization, check_graphs=True
-    )  # fmt: skip
+        "qwen3-wide", **(PIECEWISE | SIZES), device="cuda", dtype=dtype, quantization=quantization, check_graphs=True
+    )
     generate(llm)
     check_all_replayed(llm)
+    assert llm.graph_report().num_checked_steps > 0
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("phase", ["decode_graph", "prefill_graph"])
-def test_one_phase_alone_on_a_gpu(phase: str, make_llm) -> None:
-    expected = generate(make_llm("llama", device="cuda", dtype="float32", **EAGER))
-    llm = make_llm("llama", device="cuda", dtype="float32", **{phase: "piecewise"}, **SIZES)
+def test_one_phase_alone_on_a_gpu(phase: str, make_llm, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is recorded whole, into the same pool."""
+    monkeypatch.setattr(artifact_cache, "cache_dir", lambda: kept)
+    options = {"device": "cuda", "dtype": "float32"}
+    expected = generate(make_llm("qwen3", **EAGER, **options))
+    llm = make_llm("qwen3", **{phase: "piecewise"}, **SIZES, **options)
     assert generate(llm) == expected
     check_all_replayed(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_on_a_gpu(temperature: float, make_llm, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify steps are pieces; drafts too, unless they are drawn: that kernel refuses, and drafts run eagerly."""
+    monkeypatch.setattr(artifact_cache, "cache_dir", lambda: kept)
+    options = {"device": "cuda", "dtype": "float32", "decode_sizes": [4], "prefill_graph": "off"}
+    expected = generate(make_llm("qwen3", decode_graph="off", **options), temperature)
+    draft = {"model": str(make_llm.folder_of("qwen3")), "method": "draft_model", "num_speculative_tokens": 2}
+    llm = make_llm("qwen3", decode_graph="piecewise", speculative_config=draft | {"adaptive": False}, **options)
+    assert generate(llm, temperature) == expected
+    verify = [step for step in llm.steps if step.mode.value == "verify"]
+    assert verify and all(step.is_graph for step in verify)
+    assert all(key.variant is ForwardVariant.SAMPLE for _, key, _ in llm.graph_report().failed)

@@ -299,7 +299,7 @@ def prepare_extend_attention(
         "GP": padded_group,
         "TOKENS": tokens_per_tile,
         "BLOCK_N": config.block_n,
-        "BLOCK_R": triton.next_power_of_2(num_requests),
+        "BLOCK_R": 32 if num_requests <= 32 else max(256, triton.next_power_of_2(num_requests)),  # few variants
         "PAGE": page_size,
         "HAS_WINDOW": layer.sliding_window > 0,
         "HAS_CAP": layer.soft_cap > 0.0,

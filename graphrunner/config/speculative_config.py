@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from graphrunner.core.draft_tree import DraftTree, tree_from_paths
+from graphrunner.core.draft_tree import MAX_TREE_NODES, DraftTree, TreeGrowth, tree_from_paths
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
 
 _DEFAULT_COUNT = 4
+_DEFAULT_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,11 @@ class SpeculativeConfig:
     speculative_token_tree: str | None = None
     """eagle: which guesses to verify besides the likeliest: "[(0,), (1,), (0, 0)]" is the two likeliest next tokens and
     the likeliest one after the first of them. At most 7; None is one guess after the other."""
+    speculative_eagle_topk: int | None = None
+    """eagle: how many guesses after each guess are considered, 2 to 7; the `num_speculative_tokens` likeliest of all
+    (at most 7, here the default) are verified, as a tree. None is one guess after the other."""
+    speculative_num_steps: int | None = None
+    """eagle, with `speculative_eagle_topk`: levels of the tree, 1 to 7. None is 4."""
     prompt_lookup_min: int = 2
     """ngram: fewest tokens that must repeat before what followed them is proposed."""
     prompt_lookup_max: int = 5
@@ -43,6 +49,7 @@ class SpeculativeConfig:
             _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if self.speculative_token_tree is not None:
             self._take_tree()
+        self._check_growth()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             problem = f"must not exceed prompt_lookup_max={self.prompt_lookup_max}"
             raise ConfigError("speculative_config.prompt_lookup_min", self.prompt_lookup_min, problem)
@@ -64,15 +71,42 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or _DEFAULT_COUNT
 
     @property
-    def draft_tree(self) -> DraftTree | None:
-        """`speculative_token_tree`, read."""
+    def draft_tree(self) -> DraftTree | TreeGrowth | None:
+        """`speculative_token_tree`, read, or what `speculative_eagle_topk` says; None without either."""
+        if self.speculative_eagle_topk is not None:
+            return TreeGrowth(
+                self.num_drafts, self.speculative_num_steps or _DEFAULT_STEPS, self.speculative_eagle_topk
+            )
         return None if self.speculative_token_tree is None else tree_from_paths(self.speculative_token_tree)
+
+    def _check_growth(self) -> None:
+        """Check the tree that grows; without another number it has as many drafts as can be verified."""
+        topk, steps = self.speculative_eagle_topk, self.speculative_num_steps
+        if topk is None:
+            if steps is not None:
+                problem = "needs speculative_eagle_topk: without a tree there are as many steps as drafts"
+                raise ConfigError("speculative_config.speculative_num_steps", steps, problem)
+            return
+        _check_int("speculative_eagle_topk", topk, 2, MAX_TREE_NODES)
+        if self.method != "eagle" or self.speculative_token_tree is not None:
+            problem = "is for method eagle, and stands instead of a speculative_token_tree"
+            raise ConfigError("speculative_config.speculative_eagle_topk", topk, problem)
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", MAX_TREE_NODES)
+        _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TREE_NODES)
+        if steps is not None:
+            _check_int("speculative_num_steps", steps, 1, self.num_drafts)
+        tree = self.draft_tree
+        assert isinstance(tree, TreeGrowth)
+        if tree.num_candidates < tree.num_nodes:
+            problem = f"of the {tree.num_candidates} guesses of {tree.num_levels} levels: give fewer, or a larger topk"
+            raise ConfigError("speculative_config.num_speculative_tokens", tree.num_nodes, problem)
 
     def _take_tree(self) -> None:
         """Check the tree; it says how many drafts there are."""
         field, given = "speculative_config.speculative_token_tree", self.speculative_token_tree
         try:
-            tree = self.draft_tree
+            tree = tree_from_paths(self.speculative_token_tree or "")
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
             problem = str(error).partition("\n")[0]
             raise ConfigError(
@@ -81,7 +115,6 @@ class SpeculativeConfig:
         if self.method != "eagle":
             problem = f"method {self.method} makes no trees; eagle does"
             raise ConfigError(field, given, problem)
-        assert tree is not None
         if self.num_speculative_tokens not in (None, len(tree.parents)):
             problem = f"the tree has {len(tree.parents)} drafts: leave this out, or give the same number"
             raise ConfigError("speculative_config.num_speculative_tokens", self.num_speculative_tokens, problem)

@@ -58,6 +58,43 @@ class DraftTree:
         return [node for node, parent in enumerate(self.parents, start=1) if parent == token]
 
 
+@dataclass(frozen=True, slots=True)
+class TreeGrowth:
+    """How far a tree may grow whose shape each round finds anew: its most promising guesses, by the draft's own word.
+
+    Source: Li et al., EAGLE-2, 2024.
+
+    Args:
+        num_nodes: guesses that are verified.
+        num_levels: places after the last token, at most.
+        num_children: guesses that are considered after each guess.
+
+    Attributes:
+        num_beams: guesses of a level from which the draft goes on. With those of all levels they fit into one step of
+            the draft, and their KV into the places of the nodes.
+    """
+
+    num_nodes: int
+    num_levels: int
+    num_children: int
+    num_beams: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_computed_levels = max(1, self.num_levels - 1)
+        beams = max(1, min(self.num_children, self.num_nodes // num_computed_levels))
+        object.__setattr__(self, "num_beams", beams)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a verify step: the last one and every node."""
+        return self.num_nodes + 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Guesses among which the nodes are chosen."""
+        return self.num_children * (1 + self.num_beams * (self.num_levels - 1))
+
+
 def tree_from_paths(paths: str | Sequence[Sequence[int]]) -> DraftTree:
     """A tree given as vLLM's `speculative_token_tree`: each node as the ranks of the guesses that lead to it.
 

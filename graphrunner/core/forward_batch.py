@@ -44,6 +44,7 @@ class ForwardBatch:
         draft_tokens: int32 [R, T / R - 1], device, VERIFY only; drafts, -1 where a request has fewer.
         tree_mask: uint8 [R, T / R, T / R], device, of a step whose tokens branch: [r, i, j] != 0 lets token i see token
             j of the step. `positions` are then where tokens would stand, not where their KV is. None is causal.
+        tree_parents: int64 [R, T / R - 1], device, of a VERIFY step whose drafts branch: the token that each follows.
     """
 
     mode: ForwardMode
@@ -64,3 +65,4 @@ class ForwardBatch:
     max_seq_len: int
     draft_tokens: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    tree_parents: torch.Tensor | None = None

@@ -140,8 +140,10 @@ class RunnerParts:
             )
         )
         widths = widths_of(config)
+        tree = config.draft_tree
         controller = DraftController(
-            widths, sizes, is_adaptive=config.adaptive, disable_at=config.disable_by_batch_size
+            widths, sizes, is_adaptive=config.adaptive, disable_at=config.disable_by_batch_size,
+            num_levels=None if tree is None else tree.num_levels,
         )  # fmt: skip
         return Speculation(self.proposer, controller, config.num_drafts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphrunner.core.active_batch import active_batch
-from graphrunner.core.draft_tree import DraftTree
+from graphrunner.core.draft_tree import DraftTree, TreeGrowth
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
@@ -34,14 +34,14 @@ class StepForward:
         verifier: Verifier,
         needs: TargetNeeds | None = None,
         *,
-        tree: DraftTree | None = None,
+        tree: DraftTree | TreeGrowth | None = None,
         is_batch_invariant: bool = False,
     ) -> None:
         self._model = model
         self._sampler = sampler
         self._verifier = verifier
         self._needs = needs or TargetNeeds()
-        self._paths = None if tree is None else PathPicker(tree, model.options.device)
+        self._paths = None if tree is None else PathPicker(tree.num_levels, tree.num_tokens)
         self._is_batch_invariant = is_batch_invariant
         sampler.logits_of = self._logits_of
 
@@ -87,12 +87,13 @@ class StepForward:
     ) -> ModelOutput:
         """Of a step whose drafts branch, what a step of its longest right path would have left."""
         assert self._paths is not None and batch.draft_tokens is not None, "a verify step over a tree"
+        assert batch.tree_parents is not None, "who follows whom comes with the mask"
         target_ids = self._model.greedy_tokens(hidden) if variant is ForwardVariant.GREEDY else None
         if target_ids is None:
-            rows = batch.request_rows.repeat_interleave(self._paths.tree.num_tokens, output_size=batch.num_tokens)
+            rows = batch.request_rows.repeat_interleave(batch.max_query_len, output_size=batch.num_tokens)
             positions = (batch.positions + 1).to(torch.int32)
             target_ids = self._sampler.sample_in_graph(self._model.logits(hidden), rows, positions, variant)
-        path = self._paths.accept(batch.draft_tokens, target_ids)
+        path = self._paths.accept(batch.draft_tokens, target_ids, batch.tree_parents)
         keep_path(batch, path.order)
         kept, aux = (None if one is None else reordered(one, path.order) for one in (kept, aux))
         return ModelOutput(token_ids=path.token_ids, num_new=path.num_new, hidden_states=kept, aux_hidden_states=aux)

@@ -139,6 +139,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             max_seq_len=context.max_seq_len,
             draft_tokens=None if self._derived.draft_tokens is None else self._derived.draft_tokens[:size],
             tree_mask=None if self._tree is None else self._tree.mask[:size],
+            tree_parents=None if self._tree is None else self._tree.parents[:size],
         )
         return with_metadata(views)
 
@@ -151,7 +152,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             counts = self.buffers.view("num_drafts", views.num_tokens, views.num_reqs)
         self._gather(context.table, views.request_rows, counts, context.page_size, out)
         if self._tree is not None:
-            self._tree.place(views)
+            self._tree.place(views, context.table)
         output = context.forward(views, variant)
         if self.query_width > 1:
             if output.token_ids is not None and output.num_new is not None:

@@ -123,8 +123,8 @@ class EagerRunner(BaseRunner):
         if context.draft_tree is not None:
             # Which path stands, and the KV of it, is the forward's own business.
             tree = TreeStep(context.draft_tree, num_reqs, device)
-            forward_batch = replace(forward_batch, tree_mask=tree.mask)
-            tree.place(forward_batch)
+            forward_batch = replace(forward_batch, tree_mask=tree.mask, tree_parents=tree.parents)
+            tree.place(forward_batch, context.table)
             is_greedy = batch.sampling_need is SamplingNeed.GREEDY
             variant = ForwardVariant.GREEDY if is_greedy else ForwardVariant.SAMPLE
         key = ShapeKey(num_tokens, num_reqs, variant)

@@ -18,9 +18,9 @@ from graphrunner.runner.prepared import with_metadata
 LayerForward = Callable[[ForwardBatch, torch.Tensor], torch.Tensor]
 """(batch of the same number of tokens in each request, hidden [T, C]) -> hidden [T, C]."""
 
-Branch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, ForwardVariant], torch.Tensor]
+Branch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(hidden rows [N, C], request_rows int32 [N], positions of the drafted tokens int64 [N], how many, variant) -> the
-likeliest tokens of each row, int32 [N, how many], likeliest first."""
+likeliest tokens of each row, int32 [N, how many], likeliest first, and the log of their chances, fp32 of that shape."""
 
 
 class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
@@ -64,7 +64,7 @@ class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
             for parent in tree.level(depth - 1):
                 nodes = tree.children(parent)
                 if nodes:
-                    picked = self._branch(hidden[parent], views.request_rows, newest + depth, len(nodes), variant)
+                    picked, _ = self._branch(hidden[parent], views.request_rows, newest + depth, len(nodes), variant)
                     tokens |= {node: picked[:, rank] for rank, node in enumerate(nodes)}
             if depth < tree.num_levels:
                 self._compute(views, newest, tree.level(depth).stop - 1, hidden, tokens)

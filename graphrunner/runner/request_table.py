@@ -27,6 +27,8 @@ class RequestTable:
         page_table: int32 [num_rows, max_pages], device; page 0 where a row owns no page.
         draft_tokens: int32 [num_rows, max_drafts], device; what comes after the last token, as far as somebody guessed
             it; -1 from where nobody did. Good for the next VERIFY step only.
+        draft_parents: int32 [num_rows, max_drafts], device; of drafts that branch as each round finds best: the token
+            of the VERIFY step that each follows, 0 the last token. Always an earlier one.
     """
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device, max_drafts: int = 0) -> None:
@@ -34,6 +36,7 @@ class RequestTable:
         self.num_computed = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         self.draft_tokens = torch.full((num_rows, max_drafts), -1, dtype=torch.int32, device=device)
+        self.draft_parents = torch.arange(max_drafts, dtype=torch.int32, device=device).repeat(num_rows, 1)
         self.max_pages = max_pages
         self._device = device
         self._is_remote = device_of(device).has_own_memory

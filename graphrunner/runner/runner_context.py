@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrunner.attention.backend import AttentionBackend
-from graphrunner.core.draft_tree import DraftTree
+from graphrunner.core.draft_tree import DraftTree, TreeGrowth
 from graphrunner.core.forward_batch import KVLayer
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.runner.base_runner import Forward
@@ -44,4 +44,4 @@ class RunnerContext:
     page_size: int
     max_seq_len: int
     needs_hidden_states: bool = False
-    draft_tree: DraftTree | None = None
+    draft_tree: DraftTree | TreeGrowth | None = None

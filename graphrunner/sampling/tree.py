@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphrunner.core.draft_tree import DraftTree
 from graphrunner.core.forward_batch import ForwardBatch
 
 
@@ -31,43 +30,43 @@ class AcceptedPath:
 
 
 class PathPicker:
-    """Accepts drafts of one tree.
+    """Accepts drafts that branch.
 
     Args:
-        tree: how they branch.
-        device: of the drafts.
+        num_levels: of the deepest tree.
+        num_tokens: of a request's step, W.
     """
 
-    def __init__(self, tree: DraftTree, device: torch.device) -> None:
-        self.tree = tree
-        self._parents = torch.tensor(tree.parents, device=device)
+    def __init__(self, num_levels: int, num_tokens: int) -> None:
+        self._num_levels, self._num_tokens = num_levels, num_tokens
 
-    def accept(self, draft_tokens: Tensor, target_ids: Tensor) -> AcceptedPath:
+    def accept(self, draft_tokens: Tensor, target_ids: Tensor, parents: Tensor) -> AcceptedPath:
         """Walk down from the last token as long as some node says what the target says.
 
         Args:
             draft_tokens: int32 [R, W - 1], -1 where a request has none; siblings differ.
             target_ids: int32 [R * W]; the target's pick after each token of the tree.
+            parents: int64 [R, W - 1]; the token that each draft follows.
 
         In graph: yes. Sync: none.
         """
-        num_reqs, width, device = draft_tokens.shape[0], self.tree.num_tokens, draft_tokens.device
+        num_reqs, width, device = draft_tokens.shape[0], self._num_tokens, draft_tokens.device
         target = target_ids.view(num_reqs, width)
         current = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         alive = torch.ones(num_reqs, dtype=torch.bool, device=device)
         order = torch.arange(width, device=device).repeat(num_reqs, 1)
         token_ids = torch.full((num_reqs, width), -1, dtype=torch.int32, device=device)
         num_new = torch.ones(num_reqs, dtype=torch.int32, device=device)
-        for depth in range(1, self.tree.num_levels + 1):
+        for depth in range(1, self._num_levels + 1):
             wanted = target.gather(1, current.unsqueeze(1))
             token_ids[:, depth - 1] = torch.where(alive, wanted[:, 0], -1)
-            is_next = (self._parents == current.unsqueeze(1)) & (draft_tokens == wanted) & (draft_tokens >= 0)
+            is_next = (parents == current.unsqueeze(1)) & (draft_tokens == wanted) & (draft_tokens >= 0)
             alive = alive & is_next.any(1)
             current = torch.where(alive, is_next.int().argmax(1) + 1, current)
             order[:, depth] = torch.where(alive, current, depth)
             num_new = num_new + alive.to(torch.int32)
         last = target.gather(1, current.unsqueeze(1))[:, 0]
-        token_ids[:, self.tree.num_levels] = torch.where(alive, last, -1)
+        token_ids[:, self._num_levels] = torch.where(alive, last, -1)
         return AcceptedPath(token_ids, num_new, order)
 
 

@@ -84,15 +84,23 @@ class DraftController:
         sizes: captured batch sizes; times are kept by them, and adaptive speculation ends at the largest.
         is_adaptive: else the largest width is always chosen.
         disable_at: batch size from which on nothing is verified; None for none.
+        num_levels: most drafts that can stand, where they branch; None is all of them.
     """
 
     def __init__(
-        self, widths: Sequence[int], sizes: Sequence[int], *, is_adaptive: bool = True, disable_at: int | None = None
+        self,
+        widths: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        is_adaptive: bool = True,
+        disable_at: int | None = None,
+        num_levels: int | None = None,
     ) -> None:
         self.widths = tuple(widths)
         self._sizes = tuple(sizes)
         self._is_adaptive = is_adaptive
         self._disable_at = disable_at
+        self._num_levels = num_levels or self.widths[-1] - 1
         self._costs: dict[tuple[int, int], StepCost] = {}
         self._rows: dict[int, Acceptance] = {}
         self._all = Acceptance()
@@ -152,6 +160,11 @@ class DraftController:
         own = self._rows.get(row)
         return prior if own is None else own.chance(prior)
 
+    def expected(self, row: int, num_drafts: int) -> float:
+        """How many of a row's drafts will stand."""
+        chance = self.chance(row)
+        return sum(chance**power for power in range(1, min(num_drafts, self._num_levels) + 1))
+
     def cost_ms(self, num_reqs: int, width: int) -> float | None:
         """The measured time of a step; None when it is not known."""
         cost = self._cost(num_reqs, width)
@@ -165,7 +178,7 @@ class DraftController:
             if count:
                 own = self._rows.get(row)
                 chance = power = prior if own is None else own.chance(prior)
-                for place in range(count):
+                for place in range(min(count, self._num_levels)):
                     standing[place] += power
                     power *= chance
         return standing
@@ -181,7 +194,7 @@ class DraftController:
 
 def widths_of(config: SpeculativeConfig) -> tuple[int, ...]:
     """Widths to record for a configuration; a tree is verified whole or not at all."""
-    is_adaptive = config.adaptive and config.speculative_token_tree is None
+    is_adaptive = config.adaptive and config.draft_tree is None
     return widths_for(config.num_drafts, is_adaptive=is_adaptive)
 
 

@@ -1,4 +1,8 @@
-"""Which token a draft says, inside a recording."""
+"""Which tokens a draft says, inside a recording.
+
+A random request's draft is drawn with the very noise that the target will draw the same place with. Where both
+distributions are close, so are their picks: more drafts stand than if the draft took its likeliest token.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,8 @@ def pick_drafts(
     request_rows: Tensor,
     positions: Tensor,
     variant: ForwardVariant,
-    count: int | None = None,
 ) -> Tensor:
-    """The draft of each row as a token of the target, or the `count` likeliest ones.
-
-    A random request's draft is drawn with the very noise that the target will draw the same place with. Where both
-    distributions are close, so are their picks: more drafts stand than if the draft took its likeliest token.
+    """The draft of each row as a token of the target.
 
     Args:
         head: of the draft.
@@ -34,15 +34,43 @@ def pick_drafts(
         variant: GREEDY when every request is.
 
     Returns:
-        int32 [R]; with `count` [R, count], likeliest first. In graph: yes. Sync: none.
+        int32 [R]. In graph: yes. Sync: none.
     """
-    token_ids = head.vocabulary.target_ids
     if variant is ForwardVariant.GREEDY:
-        return head.greedy(hidden_rows) if count is None else token_ids[head(hidden_rows).topk(count).indices]
-    logits, params = finite_logits(head(hidden_rows)), rows.gather(request_rows, positions)
+        return head.greedy(hidden_rows)
+    scores = _noisy(head(hidden_rows), head.vocabulary.target_ids, rows, request_rows, positions)
+    return head.vocabulary.target_ids[scores.argmax(-1)]
+
+
+def best_drafts(
+    head: DraftHead,
+    hidden_rows: Tensor,
+    *,
+    rows: SamplingRows,
+    request_rows: Tensor,
+    positions: Tensor,
+    variant: ForwardVariant,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest drafts of each row, likeliest first, and the log of their chances; see `pick_drafts`.
+
+    The chances of a random request's drafts are those among the noisy scores: how clearly each wins.
+
+    Returns:
+        int32 [R, count], fp32 [R, count]. In graph: yes. Sync: none.
+    """
+    scores = head(hidden_rows)
+    if variant is not ForwardVariant.GREEDY:
+        scores = _noisy(scores, head.vocabulary.target_ids, rows, request_rows, positions)
+    best = scores.topk(count)
+    return head.vocabulary.target_ids[best.indices], best.values - scores.logsumexp(-1, keepdim=True)
+
+
+def _noisy(logits: Tensor, token_ids: Tensor, rows: SamplingRows, request_rows: Tensor, positions: Tensor) -> Tensor:
+    """fp32 [R, W] of raw logits: filtered, with each request's noise in them; a greedy request's as they are."""
+    logits, params = finite_logits(logits), rows.gather(request_rows, positions)
     is_greedy = (params.temperature <= 0)[:, None]
     inverse = 1.0 / torch.where(is_greedy, 1.0, params.temperature[:, None])
     noisy = logits * inverse + gumbel_noise(params.seeds, params.positions, token_ids)
     is_kept = logits >= filter_thresholds(logits, inverse, params)
-    scores = torch.where(is_greedy, logits, torch.where(is_kept, noisy, -torch.inf))
-    return token_ids[scores.argmax(-1) if count is None else scores.topk(count).indices]
+    return torch.where(is_greedy, logits, torch.where(is_kept, noisy, -torch.inf))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphrunner.config.model_config import LayerType
 from graphrunner.config.speculative_config import SpeculativeConfig
-from graphrunner.core.draft_tree import DraftTree
+from graphrunner.core.draft_tree import DraftTree, TreeGrowth
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.scheduled_batch import RowInit
@@ -21,10 +21,11 @@ from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs, d
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.eagle_draft_cuda_graph_runner import EagleDraftCudaGraphRunner
 from graphrunner.runner.eagle_draft_extend_cuda_graph_runner import EagleDraftExtendCudaGraphRunner
+from graphrunner.runner.eagle_grown_tree_draft_cuda_graph_runner import EagleGrownTreeDraftCudaGraphRunner
 from graphrunner.runner.eagle_state import EagleState
 from graphrunner.runner.eagle_tree_draft_cuda_graph_runner import EagleTreeDraftCudaGraphRunner
 from graphrunner.speculative.draft_controller import widths_of
-from graphrunner.speculative.draft_pick import pick_drafts
+from graphrunner.speculative.draft_pick import best_drafts, pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
 from graphrunner.speculative.prompt_round import PromptRound, PromptTokens
 from graphrunner.speculative.proposer import DeviceProposer, DraftRound, ProposerContext, Target, TargetNeeds
@@ -36,7 +37,10 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> EagleProposer:
     model = native_target(config, target)
     if config.draft_tree is not None and any(layer is LayerType.SLIDING for layer in model.config.layer_types):
         problem = "needs a target without sliding windows: a window's border would cut branches at different places"
-        raise ConfigError("speculative_config.speculative_token_tree", config.speculative_token_tree, problem)
+        is_fixed = config.speculative_eagle_topk is None
+        field = "speculative_token_tree" if is_fixed else "speculative_eagle_topk"
+        given = config.speculative_token_tree if is_fixed else config.speculative_eagle_topk
+        raise ConfigError(f"speculative_config.{field}", given, problem)
     draft = load_eagle(draft_path(config, target.source), model)
     return EagleProposer(draft, widths_of(config), config.draft_tree)
 
@@ -52,7 +56,7 @@ class EagleProposer(DeviceProposer):
 
     name = "eagle"
 
-    def __init__(self, draft: EagleDraft, widths: Sequence[int], tree: DraftTree | None = None) -> None:
+    def __init__(self, draft: EagleDraft, widths: Sequence[int], tree: DraftTree | TreeGrowth | None = None) -> None:
         self.needs = TargetNeeds(hidden_states=not draft.is_eagle3, aux_layers=draft.aux_layers)
         self.kv_spec = draft.kv_spec
         self.draft = draft
@@ -90,6 +94,15 @@ class EagleProposer(DeviceProposer):
 
     def _make_loops(self, parts: RunnerParts) -> dict[int, BaseDraftRunner]:
         """What drafts after the extend, by how many drafts it makes."""
+        if isinstance(self._tree, TreeGrowth):
+            grown = EagleGrownTreeDraftCudaGraphRunner(
+                parts.of_runner(),
+                layer=lambda batch, hidden: self.draft(hidden, batch),
+                branch=self._branch,
+                state=self._state,
+                tree=self._tree,
+            )
+            return {self._tree.num_nodes: grown}
         if self._tree is not None:
             runner = EagleTreeDraftCudaGraphRunner(
                 parts.of_runner(),
@@ -166,8 +179,8 @@ class EagleProposer(DeviceProposer):
 
     def _branch(
         self, rows: Tensor, request_rows: Tensor, positions: Tensor, count: int, variant: ForwardVariant
-    ) -> Tensor:
-        return pick_drafts(
+    ) -> tuple[Tensor, Tensor]:
+        return best_drafts(
             self.draft.head,
             rows,
             rows=self._context.sampling_rows,

@@ -152,10 +152,7 @@ class Speculation:
         plain_ms, verify_ms = (self.controller.cost_ms(num_reqs, each) for each in (1, width))
         if plain_ms is None or verify_ms is None:
             return
-        expected = 0.0
-        for row, num_drafts, _ in verified:
-            chance = self.controller.chance(row)
-            expected += sum(chance**power for power in range(1, num_drafts + 1))
+        expected = sum(self.controller.expected(row, num_drafts) for row, num_drafts, _ in verified)
         if (num_reqs + expected) / verify_ms < num_reqs / plain_ms:
             self._is_alarmed = True
             log.warning(

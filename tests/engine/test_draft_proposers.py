@@ -68,7 +68,8 @@ def engines(targets: dict[str, Path], drafts: dict[str, Path]) -> Iterator[Calla
         base = {"max_model_len": 64, "max_num_seqs": 8, "num_pages": 200, "skip_tokenizer_init": True, "num_threads": 1}
         if draft is not None:
             method, count, _ = DRAFTS[draft]
-            count = None if "speculative_token_tree" in (speculative or {}) else count
+            has_tree = {"speculative_token_tree", "speculative_eagle_topk"} & set(speculative or {})
+            count = None if has_tree else count
             config = {"method": method, "num_speculative_tokens": count, "model": str(drafts[draft])}
             base["speculative_config"] = config | {"adaptive": False} | (speculative or {})
         made.append(LLM(str(targets[target]), **(base | options)))
@@ -179,6 +180,10 @@ def test_random_requests_get_the_tokens_of_their_seed(engines, draft: str) -> No
 TREE = "[(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"
 
 
+FIXED, GROWN = {"speculative_token_tree": TREE}, {"speculative_eagle_topk": 3}
+
+
+@pytest.mark.parametrize("tree", [FIXED, GROWN], ids=["fixed", "grown"])
 @pytest.mark.parametrize(
     ("target", "draft", "graph"),
     [
@@ -189,8 +194,9 @@ TREE = "[(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"
         ("simple", "eagle1", "breakable"),
     ],
 )
-def test_trees_give_the_same_tokens(engines, plain, target: str, draft: str, graph: str) -> None:
-    tree = {"speculative_token_tree": TREE, "num_speculative_tokens": 7}
+def test_trees_give_the_same_tokens(
+    engines, plain, target: str, draft: str, graph: str, tree: dict[str, object]
+) -> None:
     llm = engines(target, draft, tree, decode_graph=graph, decode_sizes=[1, 2, 4], max_num_batched_tokens=16)
     prompts = prompts_of([9, 17, 5, 33, 16])
     assert generate(llm, prompts, greedy(24)) == plain(target, prompts, 24)
@@ -201,16 +207,28 @@ def test_trees_give_the_same_tokens(engines, plain, target: str, draft: str, gra
     pool_check(llm)
 
 
+@pytest.mark.parametrize(("topk", "num_steps", "num_drafts"), [(2, None, 4), (7, 1, None), (4, 7, None), (3, 2, 5)])
+def test_trees_of_every_size_grow(engines, plain, topk: int, num_steps: int | None, num_drafts: int | None) -> None:
+    growth = {"speculative_eagle_topk": topk, "speculative_num_steps": num_steps, "num_speculative_tokens": num_drafts}
+    llm = engines("simplest", "eagle1", growth)
+    prompt = prompts_of([9])
+    assert generate(llm, prompt, greedy(17)) == plain("simplest", prompt, 17)
+    assert rounds_of(llm) <= 8, "the likeliest guess of the first level is always right"
+    prompts = prompts_of([60, 5, 33, 16])
+    assert generate(llm, prompts, greedy(4)) == plain("simplest", prompts, 4)
+
+
 def test_the_path_may_lead_through_a_second_guess(engines, plain, targets, tmp_path: Path) -> None:
     head = load_file(targets["simplest"] / "model.safetensors")["lm_head.weight"]
     folder = draft_making.eagle1_second_best(tmp_path / "second", head)
     prompt = prompts_of([9])
     rounds = []
-    for tree in (TREE, "[(0,), (0, 0), (0, 0, 0)]"):
-        llm = engines("simplest", "eagle1", {"model": str(folder), "speculative_token_tree": tree})
+    for tree in (FIXED, GROWN, {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}):
+        llm = engines("simplest", "eagle1", {"model": str(folder), **tree})
         assert generate(llm, prompt, greedy(13)) == plain("simplest", prompt, 13)
         rounds.append(rounds_of(llm))
-    assert rounds[0] <= 8 and rounds[1] >= 11, "the tree holds the right guesses of two places, the chain none"
+    assert rounds[0] <= 8 and rounds[1] <= 8, "the trees hold the right guesses of two places"
+    assert rounds[2] >= 11, "the chain holds none"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +261,16 @@ def test_what_cannot_work_is_refused(engines) -> None:
         engines("simple", "eagle1", {"model": None})
     with pytest.raises(ConfigError, match="method mtp makes no trees"):
         engines("simple", "mtp-deepseek", {"speculative_token_tree": TREE})
+    for growth, problem in (
+        ({"speculative_eagle_topk": 1}, "speculative_eagle_topk=1: must be an integer from 2 to 7"),
+        ({"speculative_eagle_topk": 2, "num_speculative_tokens": 8}, "num_speculative_tokens=8: must be .* 1 to 7"),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 8}, "speculative_num_steps=8"),
+        ({"speculative_num_steps": 3}, "speculative_num_steps=3: needs speculative_eagle_topk"),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 1}, "of the 2 guesses of 1 levels"),
+        ({"speculative_eagle_topk": 2, "speculative_token_tree": TREE}, "stands instead of"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            engines("simple", "eagle1", growth)
     with pytest.raises(ConfigError, match="the tree has 7 drafts"):
         engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 5})
     with pytest.raises(ConfigError, match="check_graphs=True: must be off with a speculative_token_tree"):

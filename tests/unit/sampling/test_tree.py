@@ -52,7 +52,9 @@ def test_the_longest_right_path(text: str) -> None:
         cut = rng.choice([width - 1, rng.randrange(width)])
         drafts.append(row[:cut] + [-1] * (width - 1 - cut))
         target.append([rng.randrange(3) for _ in range(width)])
-    picked = PathPicker(tree, CPU).accept(torch.tensor(drafts).int(), torch.tensor(target).int().flatten())
+    picked = PathPicker(tree.num_levels, width).accept(
+        torch.tensor(drafts).int(), torch.tensor(target).int().flatten(), torch.tensor(tree.parents)
+    )
     for row, (own, wanted) in enumerate(zip(drafts, target, strict=True)):
         tokens, path = _walk(tree, own, wanted)
         assert picked.num_new[row] == len(tokens)
@@ -81,7 +83,7 @@ def test_kv_of_the_path_moves_to_its_places() -> None:
             assert torch.equal(half[slots[1, place]], old[slots[1, place]])
     moved = reordered(torch.arange(15.0).unsqueeze(1), order)
     assert moved[:5, 0].tolist() == [0, 2, 4, 3, 4]
-    TreeStep(tree, 3, CPU).place(views)
+    TreeStep(tree, 3, CPU).place(views, table)
     assert views.positions.view(3, 5).tolist() == [[3, 4, 4, 5, 5], [6, 7, 7, 8, 8], [0, 1, 1, 2, 2]]
 
 

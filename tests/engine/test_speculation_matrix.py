@@ -21,6 +21,7 @@ METHODS = [
     ("eagle", "drafts:eagle1"),
     ("eagle", "drafts:eagle3"),
     ("eagle", "tree:eagle1"),
+    ("eagle", "grown:eagle1"),
     ("mtp", "drafts:mtp"),
     ("frozen_kv_mtp", "drafts:frozen_kv"),
     *(("oracle", f"{place}:{kind}") for place in ("host", "device") for kind in ("right", "wrong", "mixed")),
@@ -43,12 +44,7 @@ def engine_of(tiny_folder, draft_folders) -> Callable[..., LLM]:
     def engine(method: str, model: str | None, k: int, **options: object) -> LLM:
         key = (method, model, k, *sorted(options.items()))
         if key not in made:
-            config = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1, "adaptive": k == 4}
-            if model is not None:
-                name = model.replace("tree:", "drafts:")
-                config["model"] = str(tiny_folder) if model == "self" else draft_folders.get(name, name)
-                if name != model:
-                    config |= {"speculative_token_tree": TREE, "num_speculative_tokens": 7}
+            config = config_of(method, model, k, str(tiny_folder), draft_folders) | {"adaptive": k == 4}
             made[key] = LLM(
                 str(tiny_folder), max_model_len=L, max_num_seqs=9, num_pages=200, skip_tokenizer_init=True,
                 num_threads=1, decode_sizes=(1, 2, 4, 8), speculative_config=config, **options,
@@ -58,6 +54,21 @@ def engine_of(tiny_folder, draft_folders) -> Callable[..., LLM]:
     yield engine
     for llm in made.values():
         llm.close()
+
+
+def config_of(method: str, model: str | None, k: int, target: str, folders: dict[str, str]) -> dict[str, object]:
+    config: dict[str, object] = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1}
+    if model is None:
+        return config
+    kind, _, name = model.partition(":")
+    config["model"] = target if model == "self" else folders.get(f"drafts:{name}", model)
+    if kind == "tree":
+        config |= {"speculative_token_tree": TREE, "num_speculative_tokens": None}
+    if kind == "grown":
+        steps = 1 + k % 4
+        num_drafts = 3 if steps == 1 else min(7, k + 3)
+        config |= {"speculative_eagle_topk": 3, "speculative_num_steps": steps, "num_speculative_tokens": num_drafts}
+    return config
 
 
 @st.composite
@@ -121,16 +132,14 @@ def check_tokens(engine_of, solo, method, k: int, chunk: int, has_cache: bool, a
 @pytest.mark.parametrize(
     ("backend", "method"),
     [
-        *((backend, method) for backend in ("full", "breakable") for method in METHODS[:6]),
+        *((backend, method) for backend in ("full", "breakable") for method in METHODS[:7]),
         *((backend, method) for backend in ("inductor", "piecewise") for method in METHODS[:3]),
     ],
     ids=str,
 )
 @pytest.mark.timeout(1200)
 def test_recorded_by_every_backend(make_llm, tiny_folder, draft_folders, solo, backend, method) -> None:
-    config = {"method": method[0], "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
-    if method[1] is not None:
-        config["model"] = str(tiny_folder) if method[1] == "self" else draft_folders[method[1]]
+    config = config_of(*method, 2, str(tiny_folder), draft_folders) | {"adaptive": False}
     llm = make_llm(decode_graph=backend, decode_sizes=[4], speculative_config=config)
     prompts = [*prompts_of([9, 17, 30]), [5, 6, 7, 8] * 5]
     for prompt in prompts:

@@ -46,6 +46,7 @@ class DraftWorld:
         is_lazy: bool = False,
         num_drafts: int = NUM_DRAFTS,
         tree: str | None = None,
+        topk: int | None = None,
     ) -> None:
         device = model.options.device
         config = SpeculativeConfig(
@@ -54,6 +55,8 @@ class DraftWorld:
             num_speculative_tokens=num_drafts,
             adaptive=False,
             speculative_token_tree=tree,
+            speculative_eagle_topk=topk,
+            speculative_num_steps=None if topk is None else 3,
         )
         source = ModelSource("target", SourceKind.DUMMY, folder)
         proposer = create_proposer(config, Target(model, source, MAX_SEQ_LEN, MAX_REQS))

@@ -26,6 +26,7 @@ METHODS = {
     "eagle1": ("eagle", lambda folder: draft_making.eagle1(folder, is_right=False)),
     "mtp": ("mtp", lambda folder: draft_making.mtp(folder, num_heads=3, is_right=False)),
     "tree": ("eagle", draft_making.eagle3),
+    "grown": ("eagle", draft_making.eagle3),
     "frozen": ("frozen_kv_mtp", lambda folder: draft_making.frozen_kv(folder, is_right=False)),
 }
 RECORDED = [
@@ -33,6 +34,7 @@ RECORDED = [
     ("eagle3", GraphBackend.FULL),
     ("mtp", GraphBackend.FULL),
     ("tree", GraphBackend.FULL),
+    ("grown", GraphBackend.FULL),
     ("frozen", GraphBackend.FULL),
     ("eagle1", GraphBackend.BREAKABLE),
     ("tree", GraphBackend.BREAKABLE),
@@ -64,7 +66,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(kind: str, model: CausalLM, folders: dict[str, Path]):
     def make(backend: GraphBackend | None = GraphBackend.RECORDING, **options) -> DraftWorld:
-        options |= {"tree": TREE} if kind == "tree" else {}
+        options |= {"tree": TREE} if kind == "tree" else {"topk": 2} if kind == "grown" else {}
         return DraftWorld(METHODS[kind][0], model, folders[kind], backend=backend, **options).capture()
 
     return make

@@ -90,10 +90,11 @@ class KernelCompiler:
     def _finish(self) -> None:
         log.debug("%d kernels to compile", len(self._orders))
         try:
-            self._process.communicate("\n".join(self._orders), timeout=_LONGEST_WAIT_S)
+            if self._orders:
+                self._process.communicate("\n".join(self._orders), timeout=_LONGEST_WAIT_S)
         except (OSError, subprocess.TimeoutExpired) as cause:
             log.warning("kernels are compiled one by one, as they are met: %s", cause)
-        self.close()
+        self.close()  # at once where all were found on disk: its imports need not be waited for
 
 
 def server_command(num_workers: int) -> list[str]:

@@ -61,7 +61,7 @@ TUNED_LINEAR: dict[str, tuple[str | int, ...]] = {
     "sm90x132/16bit/residual/4096x14336/rows64": ("skinny", 64, 128, 2, 4, 6, 2, 1, 64, 0),
     "sm90x132/16bit/residual/4096x4096/rows1": ("vector", 4, 2048, 1, 4, 3, 2, 1),
     "sm90x132/16bit/residual/4096x4096/rows16": ("skinny", 64, 128, 1, 4, 10, 2, 1, 16, 0),
-    "sm90x132/16bit/residual/4096x4096/rows64": ("library", 1, 1024, 1, 4, 3, 2, 1),
+    "sm90x132/16bit/residual/4096x4096/rows64": ("skinny", 64, 128, 2, 4, 6, 2, 1, 64, 0),
 }
 
 # key: see decode_attention.attention_key. Row: programs per multiprocessor (sets the splits), block_n, num_warps,

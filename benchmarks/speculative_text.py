@@ -20,7 +20,7 @@ METHODS: Mapping[str, Mapping[str, object]] = {
     "eagle_tree": {"method": "eagle", "speculative_eagle_topk": 3},
     "mtp": {"method": "mtp"},
 }
-"""What is measured, by the name in the tables. The number of drafts is the default; a tree has 7, on 4 levels."""
+"""What is measured, by the name in the tables. The number of drafts is the default; a tree has 7, on 5 levels."""
 
 Prompts = Mapping[str, Sequence[tuple[str, bool]]]
 """By kind: texts, and whether each is a user's turn (else it is continued as it is)."""

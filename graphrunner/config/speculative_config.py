@@ -8,7 +8,7 @@ from graphrunner.core.errors import ConfigError
 from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
 
 _DEFAULT_COUNT = 4
-_DEFAULT_STEPS = 4
+_DEFAULT_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SpeculativeConfig:
     """eagle: how many guesses after each guess are considered, 2 to 7; the `num_speculative_tokens` likeliest of all
     (at most 7, here the default) are verified, as a tree. None is one guess after the other."""
     speculative_num_steps: int | None = None
-    """eagle, with `speculative_eagle_topk`: levels of the tree, 1 to 7. None is 4."""
+    """eagle, with `speculative_eagle_topk`: levels of the tree, 1 to 7. None is 5, or as many as there are drafts."""
     prompt_lookup_min: int = 2
     """ngram: fewest tokens that must repeat before what followed them is proposed."""
     prompt_lookup_max: int = 5
@@ -74,10 +74,12 @@ class SpeculativeConfig:
     def draft_tree(self) -> DraftTree | TreeGrowth | None:
         """`speculative_token_tree`, read, or what `speculative_eagle_topk` says; None without either."""
         if self.speculative_eagle_topk is not None:
-            return TreeGrowth(
-                self.num_drafts, self.speculative_num_steps or _DEFAULT_STEPS, self.speculative_eagle_topk
-            )
+            return TreeGrowth(self.num_drafts, self._num_levels, self.speculative_eagle_topk)
         return None if self.speculative_token_tree is None else tree_from_paths(self.speculative_token_tree)
+
+    @property
+    def _num_levels(self) -> int:
+        return self.speculative_num_steps or min(_DEFAULT_STEPS, self.num_drafts)
 
     def _check_growth(self) -> None:
         """Check the tree that grows; without another number it has as many drafts as can be verified."""

@@ -42,8 +42,9 @@ def _text_table(result: dict, rows: Sequence[dict]) -> Iterator[str]:
         against = "| | | " if "speedup" not in row else (
             f"| {row['plain_tokens_per_s']:.0f} | {row['speedup']:.2f} | {row['equal_outputs']:.0%} "
         )  # fmt: skip
+        stand = row["mean_accepted_length"]
         yield (
-            f"| {row['method']} | {row['kind']} | {row['mean_accepted_length']:.2f} | {row['tokens_per_round']:.2f} "
+            f"| {row['method']} | {row['kind']} | {stand:.2f} | {stand + 1:.2f} "
             f"| {shares} | {row['tokens_per_s']:.0f} {against}|"
         )
     yield ""

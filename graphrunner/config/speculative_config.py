@@ -82,7 +82,7 @@ class SpeculativeConfig:
         return self.speculative_num_steps or min(_DEFAULT_STEPS, self.num_drafts)
 
     def _check_growth(self) -> None:
-        """Check the tree that grows; without another number it has as many drafts as can be verified."""
+        """Check the tree that grows; without another number it has as many drafts as can be found and verified."""
         topk, steps = self.speculative_eagle_topk, self.speculative_num_steps
         if topk is None:
             if steps is not None:
@@ -93,15 +93,17 @@ class SpeculativeConfig:
         if self.method != "eagle" or self.speculative_token_tree is not None:
             problem = "is for method eagle, and stands instead of a speculative_token_tree"
             raise ConfigError("speculative_config.speculative_eagle_topk", topk, problem)
-        if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", MAX_TREE_NODES)
-        _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TREE_NODES)
+        most = MAX_TREE_NODES if self.num_speculative_tokens is None else self.num_speculative_tokens
+        _check_int("num_speculative_tokens", most, 1, MAX_TREE_NODES)
         if steps is not None:
-            _check_int("speculative_num_steps", steps, 1, self.num_drafts)
+            _check_int("speculative_num_steps", steps, 1, most)
+        if self.num_speculative_tokens is None:
+            largest = TreeGrowth(most, steps or _DEFAULT_STEPS, topk)
+            object.__setattr__(self, "num_speculative_tokens", min(most, largest.num_candidates))
         tree = self.draft_tree
         assert isinstance(tree, TreeGrowth)
         if tree.num_candidates < tree.num_nodes:
-            problem = f"of the {tree.num_candidates} guesses of {tree.num_levels} levels: give fewer, or a larger topk"
+            problem = f"must be at most {tree.num_candidates}, all guesses of so few levels: or give a larger topk"
             raise ConfigError("speculative_config.num_speculative_tokens", tree.num_nodes, problem)
 
     def _take_tree(self) -> None:
@@ -109,11 +111,8 @@ class SpeculativeConfig:
         field, given = "speculative_config.speculative_token_tree", self.speculative_token_tree
         try:
             tree = tree_from_paths(self.speculative_token_tree or "")
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-            problem = str(error).partition("\n")[0]
-            raise ConfigError(
-                "speculative_config.speculative_token_tree", self.speculative_token_tree, problem
-            ) from None
+        except ValueError as error:
+            raise ConfigError(field, given, str(error)) from None
         if self.method != "eagle":
             problem = f"method {self.method} makes no trees; eagle does"
             raise ConfigError(field, given, problem)

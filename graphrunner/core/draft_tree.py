@@ -103,9 +103,12 @@ def tree_from_paths(paths: str | Sequence[Sequence[int]]) -> DraftTree:
     Raises:
         ValueError: not such a list; the message says why.
     """
-    given = ast.literal_eval(paths) if isinstance(paths, str) else paths
+    try:
+        given = ast.literal_eval(paths) if isinstance(paths, str) else paths
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        given = None
     if not isinstance(given, list | tuple) or not given:
-        raise ValueError("it must be a list of paths, as [(0,), (1,), (0, 0)]")
+        raise ValueError("must be a list of paths, as [(0,), (1,), (0, 0)]")
     nodes = [tuple(path) if isinstance(path, list | tuple) else () for path in given]
     if any(not path or not all(type(rank) is int and rank >= 0 for rank in path) for path in nodes):
         raise ValueError("each path must hold ranks: whole numbers from 0")

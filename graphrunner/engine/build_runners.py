@@ -87,7 +87,7 @@ class RunnerParts:
         needs = self.proposer.needs if self.proposer else TargetNeeds()
         tree = self.config.speculative.draft_tree if self.config.speculative else None
         if tree is not None and is_invariant:
-            problem = "must be off with a speculative_token_tree: its kernels know no trees"
+            problem = "must be off with a tree of drafts: its kernels know no trees"
             raise ConfigError("deterministic", is_invariant, problem)
         forward = StepForward(self.model, sampler, verifier, needs, tree=tree, is_batch_invariant=is_invariant)
         context = RunnerContext(
@@ -190,7 +190,7 @@ class RunnerParts:
         if not self.config.telemetry.check_graphs:
             return None
         if context.draft_tree is not None:
-            problem = "must be off with a speculative_token_tree: a step that moves KV cannot be run twice"
+            problem = "must be off with a tree of drafts: a step that moves KV cannot be run twice"
             raise ConfigError("check_graphs", True, problem)
         return GraphCheck(
             context,

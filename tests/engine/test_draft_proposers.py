@@ -239,7 +239,7 @@ def test_the_path_may_lead_through_a_second_guess(engines, plain, targets, tmp_p
         ("[(0,), (0,)]", "stands twice"),
         ("[]", "must be a list of paths"),
         ("[(0,), 'x']", "must hold ranks"),
-        ("[(0,", "was never closed"),
+        ("[(0,", "must be a list of paths"),
         (str([(rank,) for rank in range(8)]), "8 nodes, at most 7"),
     ],
 )
@@ -266,16 +266,19 @@ def test_what_cannot_work_is_refused(engines) -> None:
         ({"speculative_eagle_topk": 2, "num_speculative_tokens": 8}, "num_speculative_tokens=8: must be .* 1 to 7"),
         ({"speculative_eagle_topk": 2, "speculative_num_steps": 8}, "speculative_num_steps=8"),
         ({"speculative_num_steps": 3}, "speculative_num_steps=3: needs speculative_eagle_topk"),
-        ({"speculative_eagle_topk": 2, "speculative_num_steps": 1}, "of the 2 guesses of 1 levels"),
+        (
+            {"speculative_eagle_topk": 2, "speculative_num_steps": 1, "num_speculative_tokens": 3},
+            "num_speculative_tokens=3: must be at most 2",
+        ),
         ({"speculative_eagle_topk": 2, "speculative_token_tree": TREE}, "stands instead of"),
     ):
         with pytest.raises(ConfigError, match=problem):
             engines("simple", "eagle1", growth)
     with pytest.raises(ConfigError, match="the tree has 7 drafts"):
         engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 5})
-    with pytest.raises(ConfigError, match="check_graphs=True: must be off with a speculative_token_tree"):
+    with pytest.raises(ConfigError, match="check_graphs=True: must be off with a tree of drafts"):
         engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 7}, check_graphs=True)
-    with pytest.raises(ConfigError, match="deterministic=True: must be off with a speculative_token_tree"):
+    with pytest.raises(ConfigError, match="deterministic=True: must be off with a tree of drafts"):
         engines("simple", "eagle1", {"speculative_token_tree": TREE, "num_speculative_tokens": 7}, deterministic=True)
     with pytest.raises(ConfigError, match="only native models hand out"):
         engines("simple", "eagle1", model_impl="transformers")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from graphrunner.config.options import SECTIONS
 from graphrunner.core.errors import ModelLoadError
-from graphrunner.core.outputs import CompletionOutput, RequestOutput, StepRecord
+from graphrunner.core.outputs import CompletionOutput, RequestOutput, SpeculationStats, StepRecord
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
 from graphrunner.core.startup_report import StartupPhase, StartupReport
@@ -55,6 +55,7 @@ class FakeLLM:
             raise KeyboardInterrupt
         for index, word in enumerate(("one", " two", " three")):
             output = CompletionOutput(0, word, [index], finish_reason="stop" if index == 2 else None)
+            output.speculation = SpeculationStats(6, 3, [0, 1, 1]) if "speculative" in self.options else None
             yield RequestOutput("r", None, [1], [output], finished=index == 2)
 
     def generate(self, prompts: list[object], params: object, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -99,6 +100,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return invoke
 
 
+def test_generate_says_what_became_of_drafts(run: Any) -> None:
+    result = run("generate", "--prompt", "Say", "--speculative", "eagle")
+    assert "[3 of 6 drafts stood, 1.50 a round in 2 rounds]" in result.stderr
+    assert "drafts" not in run("generate", "--prompt", "Say", "--speculative", "eagle", "--no-stats").stderr
+
+
 def test_generate(run: Any) -> None:
     result = run(
         "generate", "--prompt", "Say", "--max-tokens", "7", "--stop", "x", "--sampling-seed", "3", "--max-num-seqs", "2"
@@ -109,6 +116,7 @@ def test_generate(run: Any) -> None:
         and "3 tokens, ended by stop" in result.stderr
         and "100% of 1 steps" in result.stderr
     )
+    assert "drafts" not in result.stderr
     llm = FakeLLM.made[0]
     assert llm.options == {"max_num_seqs": 2} and llm.is_closed
     assert (llm.params[0].max_tokens, llm.params[0].stop_strings, llm.params[0].seed) == (7, ("x",), 3)

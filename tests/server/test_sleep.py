@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from loopback import RunningServer, start_server
 from scripted_engine import FakeEngine
 
 from graphrunner.core.errors import EngineDeadError, EngineStateError, ModelLoadError
+from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.entrypoints.openai.server_options import ServerOptions
 
 REQUEST = {"prompt": "hi", "max_tokens": 4}
@@ -34,7 +37,7 @@ def test_a_sleeping_engine_refuses_and_wakes(server: RunningServer) -> None:
         for stream in (False, True):
             answer = http.post("/v1/completions", json=REQUEST | {"stream": stream})
             assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert answer.json()["error"]["message"] == "the engine is asleep or at work"
+            assert answer.json()["error"]["message"] == "the engine is asleep"
         run(server, engine.wake())
         assert not engine.is_asleep
         assert http.post("/v1/completions", json=REQUEST).json()["choices"][0]["text"] == "Hell"
@@ -54,6 +57,25 @@ def test_sleep_is_refused_at_work_and_work_goes_on(server: RunningServer) -> Non
     server.wait_until(lambda: not server.engine.live)
     run(server, engine.sleep())
     assert engine.is_asleep
+
+
+def test_sleep_is_refused_while_a_grammar_is_compiled(server: RunningServer) -> None:
+    grammar: Future[object] = Future()
+    asked = threading.Event()
+
+    def prepare(params: SamplingParams) -> Future[object]:
+        asked.set()
+        return grammar
+
+    server.engine.prepare = prepare  # type: ignore[method-assign]
+    with server.http() as http, ThreadPoolExecutor() as pool:
+        answer = pool.submit(http.post, "/v1/completions", json=REQUEST)
+        assert asked.wait(10)
+        with pytest.raises(EngineStateError, match="cannot sleep while 1 requests wait for a grammar"):
+            run(server, server.process._engine.sleep())
+        assert not server.engine.is_asleep
+        grammar.set_result(None)
+        assert answer.result(10).status_code == 200
 
 
 @pytest.fixture
@@ -88,6 +110,8 @@ def test_routes_refuse_what_cannot_be_done(sleepy: RunningServer) -> None:
             error = http.post("/sleep", json={"level": level})
             assert error.status_code == 400 and error.json()["error"]["param"] == "level", level
         assert http.post("/wake", json={"level": 1}).json()["error"]["message"] == "unknown field: level"
+        empty = http.post("/wake").json()["error"]
+        assert empty["message"] == "the body is empty: send a JSON object, {} at least"
         stream = sleepy.openai().completions.create(
             model="fake-model", prompt="slow", max_tokens=20, stream=True, extra_body={"ignore_eos": True}
         )

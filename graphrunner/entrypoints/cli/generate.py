@@ -22,7 +22,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
 )
 
 if TYPE_CHECKING:
-    from graphrunner.core.outputs import StepRecord
+    from graphrunner.core.outputs import SpeculationStats, StepRecord
     from graphrunner.runner.graph_account import GraphReport
 
 
@@ -62,19 +62,26 @@ def generate(
         given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
         if not chat:
             typer.echo(text, nl=False)
-        num_tokens, ended_by = 0, ""
+        num_tokens, ended_by, speculation = 0, "", None
         start_s = time.perf_counter()
         for output in llm.stream(given, params):
             num_tokens += len(output.outputs[0].token_ids)
-            ended_by = output.outputs[0].finish_reason or ""
+            ended_by, speculation = output.outputs[0].finish_reason or "", output.outputs[0].speculation
             typer.echo(output.outputs[0].text, nl=False)
         typer.echo()
         if stats:
             typer.echo(_summary(num_tokens, ended_by, time.perf_counter() - start_s, llm.steps), err=True)
+            if speculation is not None:
+                typer.echo(_drafts(speculation), err=True)
             typer.echo(_compiled(llm.graph_report()), err=True)
         if engine_options.get("check_graphs"):
             num_checked = llm.graph_report().num_checked_steps
             typer.echo(f"[{num_checked} replays checked against eager, no difference]", err=True)
+
+
+def _drafts(stats: SpeculationStats) -> str:
+    stood = f"{stats.num_accepted} of {stats.num_drafts} drafts stood"
+    return f"[{stood}, {stats.mean_accepted_length:.2f} a round in {stats.num_rounds} rounds]"
 
 
 def _compiled(report: GraphReport) -> str:

@@ -180,10 +180,13 @@ class CoreLoop:
     def _rest(self, command: Sleep | Wake) -> None:
         problem = None
         try:
-            if isinstance(command, Sleep):
-                self._engine.sleep(command.level)
-            else:
+            if isinstance(command, Wake):
                 self._engine.wake()
+            elif self._compiling:  # of which the engine does not know yet
+                count = len(self._compiling)
+                problem = f"cannot sleep while {count} requests wait for a grammar: let them finish, or abort them"
+            else:
+                self._engine.sleep(command.level)
         except ModelLoadError as error:  # it is as it was
             log.error("the engine is still asleep: %s", error)
             problem = "the weights cannot be read again; the log says why"  # with paths, which no client is told

@@ -35,6 +35,10 @@ async def read_model(request: Request, kind: type[Model], max_bytes: int, timeou
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, "the body did not arrive in time") from None
     except ClientDisconnect:
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body was cut off") from None
+    if not body:
+        raise ApiError(
+            HTTPStatus.BAD_REQUEST, "the body is empty: send a JSON object, {} at least", code="invalid_json"
+        )
     try:
         parsed = from_json(body, allow_inf_nan=False)
     except ValueError as error:

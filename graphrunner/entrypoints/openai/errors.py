@@ -89,7 +89,7 @@ def api_error_from(error: Exception) -> ApiError:
         case ValidationError():
             return _validation_error(error)
         case EngineStateError():
-            return unavailable("the engine is asleep or at work")
+            return unavailable("the engine is asleep")
         case EngineDeadError():
             return unavailable("the engine is not running")
         case HTTPException(status_code=status):

@@ -28,6 +28,12 @@ def test_paths_are_read_in_any_order() -> None:
     assert tree.sees()[4] == [True, False, True, False, True]
 
 
+@pytest.mark.parametrize("paths", ["", "x", "[(0,)", "[]", "{}", "print(1)"])
+def test_what_is_no_list_of_paths_is_called_that(paths: str) -> None:
+    with pytest.raises(ValueError, match=r"^must be a list of paths, as \[\(0,\), "):
+        tree_from_paths(paths)
+
+
 def _walk(tree: DraftTree, drafts: list[int], target: list[int]) -> tuple[list[int], list[int]]:
     """Tokens and path of one request, node by node."""
     path, tokens = [0], [target[0]]

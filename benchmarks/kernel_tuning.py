@@ -26,8 +26,8 @@ PAGE_SIZE = 16
 CONTEXT = 1024
 EXTEND_TOKENS = 8192
 EXTEND_CONFIGS = (
-    (64, 64, 4, 2, 0, False), (64, 32, 4, 3, 0, True), (64, 32, 4, 2, 0, True), (64, 32, 4, 2, 128, True),
-    (64, 32, 4, 3, 128, True), (64, 64, 4, 2, 168, True), (64, 64, 4, 3, 0, True), (64, 32, 4, 3, 0, False),
+    (64, 64, 4, 2, False), (64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 32, 4, 2, True), (64, 32, 4, 3, True),
+    (64, 32, 4, 3, False),
 )  # fmt: skip
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda", 0)

@@ -15,7 +15,6 @@ from graphrunner.config.engine_config import LogFormat
 _ROOT = "graphrunner"
 _TEXT_FORMAT = "%(levelname)s %(name)s%(request)s: %(message)s"
 _request_id: ContextVar[str] = ContextVar("graphrunner_request_id", default="")
-_said: set[tuple[str, str]] = set()
 
 
 class _NamesRequest(logging.Filter):
@@ -110,12 +109,3 @@ def request_logging(request_id: str) -> Iterator[None]:
         yield
     finally:
         _request_id.reset(token)
-
-
-def warn_once(logger: logging.Logger, key: str, message: str) -> bool:
-    """Warn unless this logger warned about `key` before; whether it was said now."""
-    if (logger.name, key) in _said:
-        return False
-    _said.add((logger.name, key))
-    logger.warning(message)
-    return True

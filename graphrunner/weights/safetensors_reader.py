@@ -17,7 +17,6 @@ _DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-_FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 
 @dataclass(frozen=True, slots=True)

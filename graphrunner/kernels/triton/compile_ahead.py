@@ -89,11 +89,15 @@ class KernelCompiler:
 
     def _finish(self) -> None:
         log.debug("%d kernels to compile", len(self._orders))
+        problem: object = None
         try:
             if self._orders:
                 self._process.communicate("\n".join(self._orders), timeout=_LONGEST_WAIT_S)
+                problem = self._process.returncode and f"the compiling process ended with {self._process.returncode}"
         except (OSError, subprocess.TimeoutExpired) as cause:
-            log.warning("kernels are compiled one by one, as they are met: %s", cause)
+            problem = cause
+        if problem:
+            log.warning("kernels are compiled one by one, as they are met: %s", problem)
         self.close()  # at once where all were found on disk: its imports need not be waited for
 
 

@@ -27,7 +27,7 @@ from graphrunner.kernels.triton.decode_attention import attend_single_tokens
 from graphrunner.kernels.triton.rope_store import rope_store
 
 FIXED_TILE_ROWS = 64
-"""Between a decode row's one and a prompt's 128, for steps whose tiles must not depend on their size."""
+"""Of steps whose tiles must not depend on their size: as many as a prompt's tile has, and many for a decode row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class ExtendConfig:
         num_rows: rows a tile, tokens times grouped heads.
         block_n: keys a tile.
         num_warps, num_stages: of the launch and of the ring of loads.
-        max_registers: of a thread, so that more programs share a multiprocessor; 0 leaves it to the compiler.
         reads_step: a token finds the keys and values of its own step in qkv, through a tensor descriptor, and only
             earlier ones in pages.
     """
@@ -47,7 +46,6 @@ class ExtendConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int = 0
     reads_step: bool = False
 
 

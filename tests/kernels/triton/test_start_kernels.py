@@ -104,20 +104,23 @@ def python(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "server",
+    ("server", "problem"),
     [
-        "raise SystemExit(1)",
-        "import sys; sys.stdin.read(10)",
-        "import sys; sys.stdin.close(); import time; time.sleep(60)",
+        ("raise SystemExit(1)", "ended with 1"),
+        ("import sys; sys.stdin.read(10); sys.exit(3)", "ended with 3"),
+        ("import sys; sys.stdin.close(); import time; time.sleep(60)", "timed out"),
     ],
     ids=["dies", "stops reading", "never ends"],
 )
-def test_a_server_that_fails_is_left_alone(server: str, monkeypatch) -> None:
+def test_a_server_that_fails_is_left_alone(server: str, problem: str, monkeypatch) -> None:
+    said: list[str] = []
     monkeypatch.setattr(compile_ahead, "_LONGEST_WAIT_S", 1.0)
+    monkeypatch.setattr(compile_ahead.log, "warning", lambda text, *words: said.append(text % words))
     compiler = KernelCompiler(2, python(server))
     with compiler.rehearsal():
         compiler._orders.update(dict.fromkeys("x" * 1000 + str(number) for number in range(1000)))
     assert compiler._process.returncode is not None
+    assert len(said) == 1 and problem in said[0]
     compiler.close()
 
 

@@ -8,7 +8,7 @@ from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import StepRecord
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
-from graphrunner.telemetry.log import get_logger, request_logging, setup_logging, warn_once
+from graphrunner.telemetry.log import get_logger, request_logging, setup_logging
 from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.telemetry.step_trace import StepTrace
 
@@ -79,11 +79,3 @@ def test_setup_twice_says_things_once_and_bad_levels_are_warnings(logged):
     setup_logging("nonsense")
     root = logging.getLogger("graphrunner")
     assert root.level == logging.WARNING and [handler.name for handler in root.handlers].count("graphrunner") == 1
-
-
-def test_warn_once(logged):
-    log = get_logger("graphrunner.test_telemetry")
-    assert warn_once(log, "padding", "much padding")
-    assert not warn_once(log, "padding", "much padding")
-    assert warn_once(get_logger("graphrunner.test_other"), "padding", "much padding")
-    assert logged().count("much padding") == 2

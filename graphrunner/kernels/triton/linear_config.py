@@ -100,6 +100,8 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
     """Whether the kernels can run this configuration on this shape at all."""
     if config.kind is LinearKind.LIBRARY:
         return True
+    if any(side & (side - 1) for side in (config.block_n, config.block_k)):
+        return False  # Triton's tiles have powers of two as sides
     if config.kind is LinearKind.VECTOR:
         fits = shape.num_outputs % config.block_n == 0 and shape.num_inputs % config.block_k == 0
         return fits and num_rows <= _MAX_VECTOR_ROWS
@@ -130,7 +132,8 @@ def default_config(
     if divisor < _MIN_BLOCK_K or shape.num_outputs < 64 or num_rows > _MAX_DEFAULT_SKINNY_ROWS:
         return LIBRARY_CONFIG
     if num_rows <= 1 or (num_rows <= 2 and dtype.itemsize == 4):
-        block_n = min(max(1, 4096 // shape.num_inputs), runtime.largest_power_of_two_divisor(shape.num_outputs))
+        tile_rows = 1 << (max(1, 4096 // shape.num_inputs).bit_length() - 1)
+        block_n = min(tile_rows, runtime.largest_power_of_two_divisor(shape.num_outputs))
         block_k = min(divisor, 2048)
         if shape.num_inputs // block_k > 16:
             return LIBRARY_CONFIG

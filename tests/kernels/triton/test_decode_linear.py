@@ -118,10 +118,11 @@ def test_overrides_survive_a_round_trip_through_the_cache_file(tmp_path, device,
     assert linear_config.load_overrides(tmp_path / "broken.json") == 0
 
 
-@pytest.mark.parametrize("width", [64, 96, 896, 1024, 3072, 4864, 14336])
+@pytest.mark.parametrize("width", [64, 96, 576, 896, 1024, 1536, 3072, 4864, 14336])
+@pytest.mark.parametrize("num_outputs", [50257, 49152, 576])
 @pytest.mark.parametrize("num_rows", [1, 2, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_default_configuration_is_valid_for_any_shape(width, num_rows, dtype):
+def test_default_configuration_is_valid_for_any_shape(width, num_outputs, num_rows, dtype):
     for mode in LinearMode:
-        shape = linear_config.LinearShape(mode, 50257, width)
+        shape = linear_config.LinearShape(mode, num_outputs, width)
         assert linear_config.is_valid(linear_config.default_config(shape, num_rows, dtype), shape, num_rows, dtype)

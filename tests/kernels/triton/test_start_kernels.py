@@ -48,6 +48,38 @@ def test_a_rehearsal_names_all_that_recordings_launch(tmp_path) -> None:
     assert kernels["_gather_kernel"] == kernels["_advance_kernel"] == 1
 
 
+def sizes(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, **more: object) -> dict[str, object]:
+    return CONFIG | {
+        "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": head_dim, **more,
+    }  # fmt: skip
+
+
+ODD_SHAPES = [
+    pytest.param(sizes(576, 1536, 9, 3, 64, vocab_size=49152), id="as the embedded model"),
+    pytest.param(sizes(896, 4864, 14, 2, 64, model_type="qwen2"), id="groups of 7", marks=pytest.mark.slow),
+    pytest.param(sizes(960, 2560, 15, 5, 64), id="15 heads", marks=pytest.mark.slow),
+    pytest.param(sizes(3072, 8192, 32, 32, 96), id="heads of 96", marks=pytest.mark.slow),
+    pytest.param(sizes(200, 600, 5, 1, 40, vocab_size=1001), id="nothing even", marks=pytest.mark.slow),
+    pytest.param(
+        sizes(2304, 9216, 8, 4, 256, model_type="gemma2", sliding_window=4096, attn_logit_softcapping=50.0),
+        id="gemma2", marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
+NAMES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gemma2": "Gemma2ForCausalLM"}
+
+
+@OFFLINE
+@pytest.mark.parametrize("config", ODD_SHAPES)
+def test_every_kernel_of_a_start_compiles(config: dict[str, object], tmp_path) -> None:
+    named = config | {"architectures": [NAMES[str(config["model_type"])]]}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    told = json.loads(run([str(HERE / "rehearsal.py"), str(tmp_path), "4", "128"]))
+    (tmp_path / "orders.json").write_text(json.dumps(told["captured"]))
+    failed = run([str(HERE / "compile_orders.py"), str(tmp_path / "orders.json")], TRITON_CACHE_DIR=str(tmp_path))
+    assert len(told["captured"]) > 10 and json.loads(failed) == {}
+
+
 @OFFLINE
 def test_other_processes_fill_the_cache(tmp_path) -> None:
     """And find there what they compiled, under names that do not depend on what a process hashed before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -81,23 +82,26 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 def _build(
     config: EngineConfig, device: torch.device, clock: StartupClock, compiler: KernelCompiler | None
 ) -> LLMEngine:
-    device_of(device).trim()
+    with ThreadPoolExecutor(1) as beside:
+        opened = beside.submit(_open, device)
+        source = source_of(config.load)
+        if config.speculative is not None:
+            config = replace(config, speculative=settled(config.speculative, source))
+        model_config = load_model_config(source)
+        clock.lap("configuration")
+        opened.result()
     clock.measure(device_of(device).used_bytes)
     seen = Observation(config.telemetry, device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     elif device.type == "cpu":
         torch.set_num_threads(_num_physical_cores())
-    source = source_of(config.load)
-    if config.speculative is not None:
-        config = replace(config, speculative=settled(config.speculative, source))
-    model_config = load_model_config(source)
     limits = _limits(config.scheduler, model_config, device)
     if config.speculative is not None and limits.overlap:
         raise ConfigError("overlap", limits.overlap, "must be off with speculative_config: drafts follow known tokens")
     # Padding of a verify step stands at positions past the context limit.
     num_positions = limits.max_model_len + num_drafts(config)
-    clock.lap("configuration, device")
+    clock.lap("device")
     model = _load(config.load, source, model_config, device, num_positions)
     require_deterministic(config, model, device)
     clock.lap("weights", _expected_weight_bytes(model))
@@ -248,6 +252,12 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "this machine or this build of torch has no CUDA device")
     return torch.device(name)
+
+
+def _open(device: torch.device) -> None:
+    """Make the device's context, which takes seconds, most of them without Python's lock: beside slow imports."""
+    torch.empty(1, device=device)
+    device_of(device).trim()
 
 
 def _kernel_compiler(device: torch.device) -> KernelCompiler | None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 Forward = Callable[[], ModelOutput]
 
-NUM_WARMUPS = 2
-"""Calls before a recording: the first compiles and tunes, the second runs as the recording will."""
+NUM_FIRST_WARMUPS, NUM_WARMUPS = 2, 1
+"""Calls before a backend's first recording, and before each other: the first compiles, loads and sets up what all
+share, the second runs as the recording will; later keys bring only kernels of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ExecutionBackend(ABC):
 
     @abstractmethod
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
-        """Record `forward` under `key`: two warm-up calls, then the recording.
+        """Record `forward` under `key`: two warm-up calls for the first key, one for others, then the recording.
 
         Args:
             key: shape being recorded; recording it again replaces the old one.

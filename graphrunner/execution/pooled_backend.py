@@ -12,6 +12,7 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
 from graphrunner.device.device import Device, GraphPool, Stream
 from graphrunner.execution.backend import (
+    NUM_FIRST_WARMUPS,
     NUM_WARMUPS,
     CaptureStats,
     ExecutionBackend,
@@ -73,7 +74,7 @@ class PooledBackend(ExecutionBackend):
         self._drop(key)
         recording = self._new_recording()
         try:
-            for _ in range(NUM_WARMUPS):
+            for _ in range(NUM_WARMUPS if self._recordings else NUM_FIRST_WARMUPS):
                 forward()
                 if reset is not None:
                     reset()

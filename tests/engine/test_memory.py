@@ -122,7 +122,7 @@ def test_phases_add_up_to_the_start(make_llm: Make, card: FakeAccelerator, monke
     report = make_llm(**GRAPHS, **SIZES, **OPEN).startup_report()
     after_s = startup.process_age_s()
     assert [phase.name for phase in report.phases] == [
-        "process start, imports", "configuration, device", "weights", "tokenizer", "runners",
+        "process start, imports", "configuration", "device", "weights", "tokenizer", "runners",
         "largest step", "capture, prefill_cuda_graph_runner", "capture, decode_cuda_graph_runner",
         "KV pages", "scheduler",
     ]  # fmt: skip

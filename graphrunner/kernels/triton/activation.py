@@ -38,7 +38,7 @@ def gate_mul(gate_up: Tensor, is_gelu: bool) -> Tensor:
     if num_rows == 0:
         return out
     pdl = runtime.use_dependent_launch(gate_up.device)
-    grid = (num_rows, triton.cdiv(width, _BLOCK))
+    grid = (num_rows, runtime.cdiv(width, _BLOCK))
     runtime.launch(
         _gate_mul_kernel,
         grid,
@@ -85,7 +85,7 @@ def embedding(input_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     if num_tokens == 0:
         return out
     pdl = runtime.use_dependent_launch(table.device)
-    grid = (num_tokens, triton.cdiv(width, _BLOCK))
+    grid = (num_tokens, runtime.cdiv(width, _BLOCK))
     runtime.launch(
         _embedding_kernel,
         grid,

@@ -210,7 +210,7 @@ def default_decode_config(
 ) -> DecodeAttentionConfig:
     """Splits that fill the card about twice, from sizes a graph key fixes; tiles that leave room for two programs."""
     num_splits = _num_splits(2 * runtime.num_multiprocessors(device), num_requests * num_kv_heads)
-    padded_dim = triton.next_power_of_2(head_dim)
+    padded_dim = runtime.next_power_of_2(head_dim)
     block_n = max(16, min(128 if padded_dim <= 64 else 64, 8192 // padded_dim) // (2 if dtype.itemsize == 4 else 1))
     return DecodeAttentionConfig(num_splits, block_n)
 
@@ -295,8 +295,8 @@ def decode_attention(
     pdl = runtime.use_dependent_launch(qkv.device)
     runtime.launch(
         _combine_kernel, (num_heads,),
-        partial, lse, out, num_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), SPLITS=config.num_splits,
-        SP=triton.next_power_of_2(config.num_splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        partial, lse, out, num_heads, D=head_dim, DP=runtime.next_power_of_2(head_dim), SPLITS=config.num_splits,
+        SP=runtime.next_power_of_2(config.num_splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -361,10 +361,10 @@ def prepare_decode_attention(
         "HQ": num_q_heads,
         "HK": num_kv_heads,
         "D": head_dim,
-        "DP": triton.next_power_of_2(head_dim),
+        "DP": runtime.next_power_of_2(head_dim),
         "HALF": layer.half_rotary_dim,
         "WIDTH": width,
-        "ROWS": max(16, triton.next_power_of_2(num_q_heads // num_kv_heads * width)),
+        "ROWS": max(16, runtime.next_power_of_2(num_q_heads // num_kv_heads * width)),
         "NEW": 16,
         "BLOCK_N": config.block_n,
         "IS_SPLIT": config.num_splits > 1,

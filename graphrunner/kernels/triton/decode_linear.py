@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from graphrunner.kernels.triton import runtime
@@ -72,7 +71,7 @@ class LinearCall:
 
 def num_programs(config: LinearConfig, shape: LinearShape, device: torch.device) -> int:
     """Grid size of a launch; also the number of argmax partials a row gets."""
-    num_tiles = triton.cdiv(shape.num_outputs, config.block_n)
+    num_tiles = runtime.cdiv(shape.num_outputs, config.block_n)
     if config.kind is LinearKind.VECTOR:
         return min(num_tiles, config.programs_per_multiprocessor * runtime.num_multiprocessors(device))
     return num_tiles
@@ -125,7 +124,7 @@ def prepare_linear(
     if config.kind is LinearKind.VECTOR:
         return runtime.Launch(vector_linear_kernel, grid, operands, settings | {"ROWS": num_rows})
     kernel = mma_linear_kernel if config.kind is LinearKind.MMA else warpgroup_linear_kernel
-    block_b = max(8, triton.next_power_of_2(num_rows))
+    block_b = max(8, runtime.next_power_of_2(num_rows))
     settings |= {"BLOCK_B": block_b, "SLICES": config.slices}
     return runtime.Launch(kernel, grid, (*operands, num_rows), settings)
 

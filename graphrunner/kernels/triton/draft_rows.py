@@ -76,7 +76,7 @@ def place_tokens(
     num_requests = request_rows.shape[0]
     pdl = runtime.use_dependent_launch(request_rows.device)
     runtime.launch(
-        _place_kernel, (triton.cdiv(num_requests, REQUEST_BLOCK),),
+        _place_kernel, (runtime.cdiv(num_requests, REQUEST_BLOCK),),
         request_rows, num_computed, request_rows if num_new is None else num_new, tokens, page_table, out.input_ids,
         out.positions, out.seq_lens, out.slot_mapping, out.positions if last is None else last, num_requests,
         page_table.shape[1], max_token_id, shift, PAGE_SIZE=page_size, WIDTH=out.input_ids.shape[0] // num_requests,
@@ -112,5 +112,5 @@ def store_drafts(request_rows: Tensor, drafts: Tensor, table: Tensor) -> None:
     runtime.launch(
         _store_kernel, (request_rows.shape[0],),
         request_rows, drafts, table, request_rows.shape[0], drafts.shape[1], table.shape[1],
-        COLUMNS=triton.next_power_of_2(table.shape[1]), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        COLUMNS=runtime.next_power_of_2(table.shape[1]), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

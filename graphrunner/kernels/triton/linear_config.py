@@ -1,7 +1,9 @@
 """Which kernel, with which tiles, a small-batch projection runs: the measured table and the default for the rest."""
 
+import functools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -177,22 +179,24 @@ def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device:
     """
     if num_rows > MAX_SKINNY_ROWS:
         return LIBRARY_CONFIG
-    config = _measured_config(shape, num_rows, dtype, device)
-    if config is not None and dtype is not torch.float16 and is_valid(config, shape, num_rows, dtype):
-        return config
-    return default_config(shape, num_rows, dtype, runtime.num_multiprocessors(device))
+    tuned = _measured_config(_overrides, shape, num_rows, dtype, device) if _overrides else None
+    return tuned or _shipped_config(shape, num_rows, dtype, device)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for at every launch
+def _shipped_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> LinearConfig:
+    measured = _measured_config(_SHIPPED, shape, num_rows, dtype, device)
+    return measured or default_config(shape, num_rows, dtype, runtime.num_multiprocessors(device))
 
 
 def _measured_config(
-    shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device
+    table: Mapping[str, LinearConfig], shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> LinearConfig | None:
     """What was measured at this number of rows, or at the next larger one that was."""
     for rows in ROW_BUCKETS[ROW_BUCKETS.index(row_bucket(num_rows)) :]:
-        key = config_key(device, dtype, shape, rows)
-        if key in _overrides:
-            return _overrides[key]
-        if key in TUNED_LINEAR:
-            return config_from_row(TUNED_LINEAR[key])
+        config = table.get(config_key(device, dtype, shape, rows))
+        if config is not None:
+            return config if dtype is not torch.float16 and is_valid(config, shape, num_rows, dtype) else None
     return None
 
 
@@ -200,6 +204,9 @@ def config_from_row(row: tuple[str | int, ...]) -> LinearConfig:
     """Read one row of the shipped table: the fields of LinearConfig in order."""
     kind, *numbers = row
     return LinearConfig(LinearKind(kind), *(int(number) for number in numbers))
+
+
+_SHIPPED = {key: config_from_row(row) for key, row in TUNED_LINEAR.items()}
 
 
 def config_to_row(config: LinearConfig) -> tuple[str | int, ...]:

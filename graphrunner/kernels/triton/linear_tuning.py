@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from graphrunner.kernels.triton import linear_config, runtime
@@ -136,13 +135,13 @@ def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     shape, num_rows = problem.shape, problem.num_rows
     halves = 2 if shape.mode is LinearMode.GATED else 1
     num_multiprocessors = runtime.num_multiprocessors(torch.device("cuda", 0))
-    block_bs = sorted({min(size, max(16, triton.next_power_of_2(num_rows))) for size in (64, 128, 256)})
+    block_bs = sorted({min(size, max(16, runtime.next_power_of_2(num_rows))) for size in (64, 128, 256)})
     tiles_of_n = ((64, 4), (128, 4), (128, 8)) if is_exhaustive else ((64, 4), (128, 8 if num_rows > 32 else 4))
     found = []
     for block_b, (block_n, num_warps), block_k in itertools.product(block_bs, tiles_of_n, (64, 128)):
         if block_n * block_b * halves > 16384 * (num_warps // 4):
             continue
-        tiles = triton.cdiv(shape.num_outputs, block_n) * triton.cdiv(num_rows, block_b)
+        tiles = runtime.cdiv(shape.num_outputs, block_n) * runtime.cdiv(num_rows, block_b)
         stage_bytes = (block_n * halves + block_b) * block_k * problem.dtype.itemsize
         for slices in _good_splits(shape, tiles, block_k, num_multiprocessors, is_exhaustive):
             # Programs that fit the card once over may have all the shared memory, else two share it.

@@ -43,7 +43,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: floa
     num_rows = x.numel() // width
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(width)
+    block = runtime.next_power_of_2(width)
     pdl = runtime.use_dependent_launch(x.device)
     runtime.launch(
         _rms_norm_kernel,

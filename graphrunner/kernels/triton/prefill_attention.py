@@ -249,7 +249,7 @@ def _has_singles(metadata: ExtendMetadata) -> bool:
 def default_extend_config(qkv: Tensor, k_cache: Tensor, has_fixed_tiles: bool = False) -> ExtendConfig:
     """Tiles for these sizes; with fixed tiles they do not depend on the number of tokens."""
     num_tokens, head_dim = qkv.shape[0], k_cache.shape[3]
-    is_small = qkv.dtype.itemsize == 2 and triton.next_power_of_2(head_dim) <= 128
+    is_small = qkv.dtype.itemsize == 2 and runtime.next_power_of_2(head_dim) <= 128
     if not is_small:
         return ExtendConfig(16, 32, 4, 2)
     num_stages = 3 if head_dim <= 64 else 2
@@ -259,7 +259,7 @@ def default_extend_config(qkv: Tensor, k_cache: Tensor, has_fixed_tiles: bool = 
         return ExtendConfig(16, 64, 4, num_stages)
     # Measured on an H200 at head size 128: the smaller tile puts three programs on a multiprocessor, not two.
     block_n = 64 if head_dim <= 64 else 32
-    is_stored_as_it_is = k_cache.dtype == qkv.dtype and head_dim == triton.next_power_of_2(head_dim)
+    is_stored_as_it_is = k_cache.dtype == qkv.dtype and head_dim == runtime.next_power_of_2(head_dim)
     reads_step = is_stored_as_it_is and runtime.has_tensor_descriptors(qkv.device)
     return ExtendConfig(64, block_n, 4, 3, reads_step=reads_step)
 
@@ -284,7 +284,7 @@ def prepare_extend_attention(
     num_tokens, num_requests = qkv.shape[0], metadata.seq_lens.shape[0]
     _, page_size, num_kv_heads, head_dim = caches[0].shape
     num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    padded_group = triton.next_power_of_2(num_q_heads // num_kv_heads)
+    padded_group = runtime.next_power_of_2(num_q_heads // num_kv_heads)
     num_rows = max(config.num_rows, padded_group)
     tokens_per_tile = num_rows // padded_group
     pdl = runtime.use_dependent_launch(device)
@@ -298,11 +298,11 @@ def prepare_extend_attention(
         "HQ": num_q_heads,
         "HK": num_kv_heads,
         "D": head_dim,
-        "DP": triton.next_power_of_2(head_dim),
+        "DP": runtime.next_power_of_2(head_dim),
         "GP": padded_group,
         "TOKENS": tokens_per_tile,
         "BLOCK_N": config.block_n,
-        "BLOCK_R": 32 if num_requests <= 32 else max(256, triton.next_power_of_2(num_requests)),  # few variants
+        "BLOCK_R": 32 if num_requests <= 32 else max(256, runtime.next_power_of_2(num_requests)),  # few variants
         "PAGE": page_size,
         "HAS_WINDOW": layer.sliding_window > 0,
         "HAS_CAP": layer.soft_cap > 0.0,
@@ -315,5 +315,5 @@ def prepare_extend_attention(
         # This kernel is compiled anew for a larger batch: nothing may be left for a compiler to fuse or not.
         "enable_fp_fusion": not metadata.has_fixed_tiles,
     }
-    grid = (triton.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)
+    grid = (runtime.cdiv(num_tokens, tokens_per_tile) + num_requests, num_kv_heads)
     return runtime.Launch(_extend_attention_kernel, grid, operands, settings)

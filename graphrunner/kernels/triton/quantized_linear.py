@@ -8,7 +8,6 @@ row goes to the library as soon as the rows do not fit the fused kernels, and mu
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from graphrunner.kernels.packed_weight import Weight, WeightLayout
@@ -81,14 +80,14 @@ def prepare_packed(call: PackedCall, config: PackedConfig, device: torch.device)
         "num_warps": config.num_warps,
         "launch_pdl": pdl,
     }
-    num_tiles = triton.cdiv(call.num_outputs, config.block_n)
+    num_tiles = runtime.cdiv(call.num_outputs, config.block_n)
     norm = unread if call.norm_weight is None else call.norm_weight
     operands = (call.x, norm, *packed, *around, call.num_outputs, call.eps)
     settings |= {"HAS_NORM": call.norm_weight is not None}
     if config.kind is PackedKind.VECTOR:
         settings |= {"ROWS": num_rows, "COLS": config.block_k}
         return runtime.Launch(packed_vector_kernel, (num_tiles,), operands, settings)
-    block_b = max(8, triton.next_power_of_2(num_rows))
+    block_b = max(8, runtime.next_power_of_2(num_rows))
     settings |= {"BLOCK_B": block_b, "J": config.block_k, "SLICES": config.slices, "STAGES": config.num_stages}
     return runtime.Launch(packed_sliced_kernel, (num_tiles,), (*operands, num_rows), settings)
 
@@ -117,13 +116,13 @@ def prepare_tiles(call: PackedCall, config: PackedConfig, device: torch.device) 
         "STAGES": config.num_stages, "ROW_BLOCK": weight.row_block, "LAYOUT": layout, "IS_PARTIAL": is_partial,
         "num_warps": config.num_warps,
     }  # fmt: skip
-    grid = (triton.cdiv(num_rows, config.block_b), triton.cdiv(num_columns, config.block_n), config.slices)
+    grid = (runtime.cdiv(num_rows, config.block_b), runtime.cdiv(num_columns, config.block_n), config.slices)
     operands = (call.x, data, weight.scale, zero, bias, residual, out, num_columns, num_rows)
     launches = [runtime.Launch(packed_tile_kernel, grid, operands, shared | tiles)]
     if is_partial:
         joined = {"BLOCK": _BLOCK, "IS_GELU": call.is_gelu, "num_warps": 4}
         operands = (out, weight.scale, bias, residual, call.out, call.num_outputs, num_rows)
-        grid = (num_rows, triton.cdiv(call.num_outputs, _BLOCK))
+        grid = (num_rows, runtime.cdiv(call.num_outputs, _BLOCK))
         launches.append(runtime.Launch(finish_kernel, grid, operands, shared | joined))
     return launches
 
@@ -248,7 +247,7 @@ def rows_to_fp8(x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) 
     out = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     pdl = runtime.use_dependent_launch(x.device)
-    block = triton.next_power_of_2(width)
+    block = runtime.next_power_of_2(width)
     runtime.launch(
         rows_to_fp8_kernel, (num_rows,),
         x, x if norm_weight is None else norm_weight, out, scale, width, eps, BLOCK=block,
@@ -268,7 +267,7 @@ def widen_rows(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
     zero = out if weight.zero is None else weight.zero[rows]
     pdl = runtime.use_dependent_launch(data.device)
     runtime.launch(
-        dequantize_kernel, (data.shape[0], triton.cdiv(data.shape[1], _BLOCK)),
+        dequantize_kernel, (data.shape[0], runtime.cdiv(data.shape[1], _BLOCK)),
         data, scale, zero, out, K=weight.shape[1], BLOCK=_BLOCK, GROUP=weight.group_size, ROW_BLOCK=weight.row_block,
         LAYOUT=layout, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -118,7 +118,7 @@ def gather_decode_inputs(
     )
     pdl = runtime.use_dependent_launch(request_rows.device)
     runtime.launch(
-        _gather_kernel, (triton.cdiv(num_requests, REQUEST_BLOCK),),
+        _gather_kernel, (runtime.cdiv(num_requests, REQUEST_BLOCK),),
         request_rows, last_token, table, num_drafts, draft_tokens, num_computed, page_table, out.input_ids,
         out.positions, out.seq_lens, out.slot_mapping, num_requests, page_table.shape[1],
         0 if drafts is None else table.shape[1], PAGE_SIZE=page_size, WIDTH=width, BLOCK=REQUEST_BLOCK, PDL=pdl,
@@ -164,7 +164,7 @@ def accept_drafts(draft_tokens: Tensor, target_ids: Tensor) -> tuple[Tensor, Ten
     num_new = torch.empty(num_requests, dtype=torch.int32, device=target_ids.device)
     pdl = runtime.use_dependent_launch(target_ids.device)
     runtime.launch(
-        _accept_kernel, (triton.cdiv(num_requests, REQUEST_BLOCK),),
+        _accept_kernel, (runtime.cdiv(num_requests, REQUEST_BLOCK),),
         draft_tokens.contiguous(), target_ids, tokens, num_new, num_requests, WIDTH=width, BLOCK=REQUEST_BLOCK, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
@@ -228,6 +228,6 @@ def advance_rows(
         _advance_kernel, (1,),
         request_rows, tokens, num_new if num_new is not None else request_rows, last_token, num_computed, output_ring,
         step_counter, num_requests, output_ring.shape[0], output_ring.shape[1],
-        WIDTH=tokens.numel() // num_requests, BLOCK=max(REQUEST_BLOCK, triton.next_power_of_2(num_requests)),
+        WIDTH=tokens.numel() // num_requests, BLOCK=max(REQUEST_BLOCK, runtime.next_power_of_2(num_requests)),
         HAS_NUM_NEW=num_new is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -97,8 +97,8 @@ def rope_store(
         *(qkv if table is None else table for table in tables),
         metadata.query_start_loc, out, metadata.seq_lens.shape[0],
         layer.norm_eps, 1.0 / layer.k_scale, 1.0 / layer.v_scale, HQ=num_q_heads, HK=num_kv_heads, D=head_dim,
-        DP=triton.next_power_of_2(head_dim), HALF=layer.half_rotary_dim, HQP=triton.next_power_of_2(num_q_heads),
-        HKP=triton.next_power_of_2(num_kv_heads), HAS_Q_NORM=layer.q_norm_weight is not None,
+        DP=runtime.next_power_of_2(head_dim), HALF=layer.half_rotary_dim, HQP=runtime.next_power_of_2(num_q_heads),
+        HKP=runtime.next_power_of_2(num_kv_heads), HAS_Q_NORM=layer.q_norm_weight is not None,
         HAS_K_NORM=layer.k_norm_weight is not None, IS_FP8=k_cache.dtype.itemsize == 1,
         KEEPS_KEYS=keeps_keys, PDL=pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=not metadata.has_fixed_tiles,
     )  # fmt: skip

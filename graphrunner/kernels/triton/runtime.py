@@ -70,6 +70,16 @@ def device_key(device: torch.device) -> str:
     return f"sm{major}{minor}x{count}"
 
 
+def cdiv(value: int, divisor: int) -> int:
+    """value / divisor, rounded up. Triton's own is meant for kernels, and costs a host 5 us."""
+    return -(-value // divisor)
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is not below value (> 0)."""
+    return 1 << (value - 1).bit_length()
+
+
 def largest_power_of_two_divisor(value: int) -> int:
     """The largest power of two that divides value (> 0)."""
     return value & -value

@@ -138,7 +138,7 @@ def _log_sum_kernel(logits_ptr, sum_ptr, V, BLOCK: tl.constexpr, PDL: tl.constex
 
 
 def _new_partials(logits: Tensor) -> ArgmaxPartials:
-    num_partials = triton.cdiv(logits.shape[1], _BLOCK)
+    num_partials = runtime.cdiv(logits.shape[1], _BLOCK)
     return ArgmaxPartials(
         logits.new_empty(logits.shape[0], num_partials, dtype=torch.float32),
         logits.new_empty(logits.shape[0], num_partials, dtype=torch.int32),
@@ -181,7 +181,7 @@ def reduce_argmax(partials: ArgmaxPartials) -> Tensor:
     num_rows, num_partials = partials.values.shape
     tokens = partials.indices.new_empty(num_rows)
     pdl = runtime.use_dependent_launch(tokens.device)
-    block = min(1024, triton.next_power_of_2(num_partials))
+    block = min(1024, runtime.next_power_of_2(num_partials))
     runtime.launch(
         _reduce_argmax_kernel,
         (num_rows,),
@@ -218,7 +218,7 @@ def filter_thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:
     runtime.launch(
         filter_threshold_kernel, (num_rows,),
         logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, thresholds, vocab_size,
-        BLOCK=min(8192, triton.next_power_of_2(vocab_size)), KEY_BITS=8 * logits.dtype.itemsize, PDL=pdl,
+        BLOCK=min(8192, runtime.next_power_of_2(vocab_size)), KEY_BITS=8 * logits.dtype.itemsize, PDL=pdl,
         num_warps=16, launch_pdl=pdl,
     )  # fmt: skip
     return thresholds
@@ -237,7 +237,7 @@ def row_log_sums(logits: Tensor) -> Tensor:
     sums = logits.new_empty(logits.shape[0])
     if logits.shape[0] == 0:
         return sums
-    block, pdl = min(4096, triton.next_power_of_2(logits.shape[1])), runtime.use_dependent_launch(logits.device)
+    block, pdl = min(4096, runtime.next_power_of_2(logits.shape[1])), runtime.use_dependent_launch(logits.device)
     runtime.launch(
         _log_sum_kernel, (logits.shape[0],),
         logits, sums, logits.shape[1], BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl,

@@ -110,13 +110,13 @@ def row_block(config: LinearConfig, num_rows: int) -> int:
     """Rows of x a program multiplies."""
     if config.has_fixed_rows:
         return config.block_b
-    return min(config.block_b, max(16, triton.next_power_of_2(num_rows)))
+    return min(config.block_b, max(16, runtime.next_power_of_2(num_rows)))
 
 
 def skinny_grid(config: LinearConfig, num_outputs: int, num_rows: int) -> tuple[int, int, int]:
     """Programs: blocks of rows, tiles of N, splits of K."""
     block_b = row_block(config, num_rows)
-    return triton.cdiv(num_rows, block_b), triton.cdiv(num_outputs, config.block_n), config.slices
+    return runtime.cdiv(num_rows, block_b), runtime.cdiv(num_outputs, config.block_n), config.slices
 
 
 def split_buffers(config: LinearConfig, halves: int, grid: tuple[int, int, int], num_rows: int, like: Tensor):

@@ -278,6 +278,8 @@ class TokenEngine:
             raise InvalidRequestError("stop", params.stop, "the engine has no tokenizer")
 
     def _check_ids(self, token_ids: tuple[int, ...]) -> None:
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise InvalidRequestError("prompt", token_id, "token ids must be integers")

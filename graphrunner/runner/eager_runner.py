@@ -17,6 +17,7 @@ from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import StaticBuffers, token_columns
 from graphrunner.runner.tree_step import TreeStep
+from graphrunner.sampling.rows import to_device
 
 
 class EagerRunner(BaseRunner):
@@ -96,8 +97,8 @@ class EagerRunner(BaseRunner):
         """A uniform step in fresh buffers: rare, and of any size."""
         context, device = self._context, self._context.device
         num_tokens, num_reqs, width = batch.num_tokens, batch.num_reqs, batch.max_query_len
-        rows = torch.tensor(batch.rows, dtype=torch.int32, device=device)
-        counts = torch.tensor(batch.num_draft_tokens, dtype=torch.int32, device=device)
+        rows = to_device(torch.tensor(batch.rows, dtype=torch.int32), device)
+        counts = to_device(torch.tensor(batch.num_draft_tokens, dtype=torch.int32), device)
         derived = make_derived(num_tokens, num_reqs, device, width)
         gather_for(device)(context.table, rows, counts, context.page_size, derived)
         forward_batch = ForwardBatch(

@@ -131,6 +131,51 @@ def test_steady_decode_never_synchronizes(
     assert all(step.is_graph for step in llm.steps if step.mode.value == "decode")
 
 
+PROMPTS = (40, 9, 33, 25, 47, 12, 30, 21)
+
+
+@pytest.mark.parametrize("prefill_graph", ["off", "recording"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "random"])
+def test_no_step_makes_a_tensor_on_the_device_from_numbers(
+    make_llm: Make, monkeypatch: pytest.MonkeyPatch, temperature: float, prefill_graph: str
+) -> None:
+    """On a card that copy waits for all work before it, so nothing of the next step would run beside this one."""
+    llm = make_llm(device="cpu", prefill_graph=prefill_graph, max_num_batched_tokens=32, overlap=True)
+    monkeypatch.setattr(sampler, "pick_random_on_host", pick_random)
+    placed = []
+    plain = torch.tensor
+
+    def tensor(data: object, **named: object) -> torch.Tensor:
+        if named.get("device") is not None:
+            placed.append(data)
+        return plain(data, **named)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=6, ignore_eos=True, detokenize=False)
+    start(llm, params, PROMPTS)
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert {"prefill", "mixed", "decode"} <= {step.mode.value for step in llm.steps}
+    assert placed == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "random"])
+@pytest.mark.parametrize("prefill_graph", ["off", "full"])
+def test_prompts_never_synchronize(
+    make_llm: Make, errors_on_sync: Callable[[str], None], prefill_graph: str, temperature: float
+) -> None:
+    llm = make_llm(device="cuda", prefill_graph=prefill_graph, max_num_batched_tokens=32, overlap=True)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=6, ignore_eos=True, detokenize=False)
+    for mode in ("default", "error"):  # the first time compiles and fills caches
+        start(llm, params, PROMPTS)
+        errors_on_sync(mode)
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+        errors_on_sync("default")
+    assert {"prefill", "mixed", "decode"} <= {step.mode.value for step in llm.steps}
+
+
 SPECULATION = ["ngram", "draft_model"]
 
 

@@ -45,29 +45,35 @@ def prefixed(prefix: str, *modules: HasWeightSlots) -> Iterator[WeightSlot]:
             yield replace(slot, name=prefix + slot.name)
 
 
-def fill_slots(slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor | Weight]]) -> None:
+def fill_slots(
+    slots: Iterable[WeightSlot], weights: Iterable[tuple[str, Tensor | Weight]], *, checkpoint_name: str = ""
+) -> None:
     """Fill every slot from a stream of named tensors, in the stream's order.
+
+    Args:
+        checkpoint_name: stands before what is raised, where there is more than one checkpoint.
 
     Raises:
         ModelLoadError: a tensor that has no slot, comes twice, has another shape, or never comes.
     """
     waiting = {slot.name: slot for slot in slots}
     filled: set[str] = set()
+    start = f"{checkpoint_name}: tensor" if checkpoint_name else "tensor"
     for name, tensor in weights:
         slot = waiting.pop(name, None)
         if slot is None:
             problem = "comes twice" if name in filled else "is not part of the architecture"
-            raise ModelLoadError(f"tensor {name} {problem}")
+            raise ModelLoadError(f"{start} {name} {problem}")
         if tuple(tensor.shape) != slot.shape:
-            raise ModelLoadError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(slot.shape)}")
+            raise ModelLoadError(f"{start} {name} has shape {list(tensor.shape)}, expected {list(slot.shape)}")
         if isinstance(tensor, Tensor):
             slot.put(tensor)
         elif slot.put_packed is not None:
             slot.put_packed(tensor)
         else:
-            raise ModelLoadError(f"tensor {name} is packed as {tensor.layout.value}, where plain numbers are needed")
+            raise ModelLoadError(f"{start} {name} is packed as {tensor.layout.value}, where plain numbers are needed")
         filled.add(name)
     missing = [name for name, slot in waiting.items() if not slot.is_optional]
     if missing:
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ModelLoadError(f"tensor {missing[0]} is missing{others}")
+        raise ModelLoadError(f"{start} {missing[0]} is missing{others}")

@@ -134,7 +134,7 @@ def load_eagle(name: str, target: CausalLM) -> EagleDraft:
     if "fc.weight" not in checkpoint.shapes:
         raise ModelLoadError(f"{name}: tensor fc.weight is missing: this is not an EAGLE draft")
     draft = EagleDraft(checkpoint, target)
-    fill_slots(draft.weight_slots(), _needed(checkpoint, draft))
+    fill_slots(draft.weight_slots(), _needed(checkpoint, draft), checkpoint_name=name)
     draft.head.finish_load(target.head.packed)
     return draft
 
@@ -166,7 +166,7 @@ def _aux_layers(checkpoint: DraftCheckpoint, target: CausalLM, num_inputs: int) 
     counts = known.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
     field = "eagle_aux_hidden_state_layer_ids"
     if not isinstance(counts, list | tuple) or not all(isinstance(c, int) and 1 <= c <= num_layers for c in counts):
-        raise ModelLoadError(f"{checkpoint.name}: {field}={counts!r} must be whole numbers from 1 to {num_layers}")
+        raise ModelLoadError(f"{checkpoint.name}: {field}={counts!r} must be layers of the target, 1 to {num_layers}")
     if len(counts) * width != num_inputs:
         raise ModelLoadError(
             f"{checkpoint.name}: fc.weight reads {num_inputs} numbers, but {len(counts)} layers of a target of "

@@ -124,7 +124,8 @@ def load_frozen_kv(name: str, target: CausalLM) -> FrozenKVDraft:
     checkpoint = open_draft(name, str, num_layers=1)
     draft = FrozenKVDraft(checkpoint, target)
     tensors = checkpoint.tensors(target.options.device)
-    fill_slots(draft.weight_slots(), ((n, t) for n, t in tensors if n != "d2t" or draft.vocabulary.is_reduced))
+    needed = ((n, t) for n, t in tensors if n != "d2t" or draft.vocabulary.is_reduced)
+    fill_slots(draft.weight_slots(), needed, checkpoint_name=name)
     draft.head.finish_load(target.head.packed)
     return draft
 

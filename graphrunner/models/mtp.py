@@ -175,7 +175,7 @@ def load_mtp(name: str, target: CausalLM, max_heads: int) -> MTPDraft:
     num_heads = min(_count(name, layout, first), max_heads)
     checkpoint = open_draft(name, partial(_own_name, layout, first), num_layers=num_heads)
     draft = MTPDraft(checkpoint, layout, target, num_heads)
-    fill_slots(draft.weight_slots(), _needed(checkpoint, draft))
+    fill_slots(draft.weight_slots(), _needed(checkpoint, draft), checkpoint_name=name)
     for head in draft.heads:
         head.finish_load(target.head.packed)
     return draft

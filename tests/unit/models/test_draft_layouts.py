@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -117,8 +118,11 @@ def test_what_does_not_fit_is_named(target: CausalLM, tmp_path: Path) -> None:
 
     bad = [
         (_edited(eagle3("a"), drop="fc.weight"), r"fc\.weight is missing"),
-        (_edited(eagle3("b"), drop="midlayer.mlp.up_proj.weight"), r"midlayer\.mlp\.up_proj\.weight is missing"),
-        (_edited(eagle3("c"), extra=torch.zeros(2)), "extra is not part of the architecture"),
+        (
+            _edited(eagle3("b"), drop="midlayer.mlp.up_proj.weight"),
+            r"/b: tensor midlayer\.mlp\.up_proj\.weight is missing",
+        ),
+        (_edited(eagle3("c"), extra=torch.zeros(2)), "/c: tensor extra is not part of the architecture"),
         (_edited(eagle3("d"), config={"vocab_size": 7}), "vocab_size=7, the target has 96"),
         (_edited(eagle3("e"), config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}), r"\[1, 9\]"),
         (_edited(eagle3("f"), config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2]}}), "another target"),
@@ -128,6 +132,9 @@ def test_what_does_not_fit_is_named(target: CausalLM, tmp_path: Path) -> None:
     for name, message in bad:
         with pytest.raises(ModelLoadError, match=message):
             load_eagle(name, target)
+    other = str(eagle3("h"))
+    with pytest.raises(ModelLoadError, match=rf"^{re.escape(other)}: tensor .* is not part of the architecture"):
+        load_frozen_kv(other, target)
     with pytest.raises(ModelLoadError, match=r"no multi-token-prediction heads|no known multi-token heads"):
         load_mtp(str(draft_making.eagle1(tmp_path / "i")), target, 2)
     frozen = _edited(draft_making.frozen_kv(tmp_path / "j"), config={"target_kv_layer": 5})

@@ -9,6 +9,7 @@ import torch
 from graphrunner.core.outputs import GenerationBatchResult, ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
+from graphrunner.device.transfer import to_device
 from graphrunner.engine.check.graph_check import GraphCheck
 from graphrunner.runner.base_graph_runner import BaseGraphRunner, OnCapture
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
@@ -16,7 +17,6 @@ from graphrunner.runner.graph_account import GraphAccount, GraphReport
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.select_runner import select_runner
 from graphrunner.sampling.pooler import Pooler
-from graphrunner.sampling.rows import to_device
 from graphrunner.sampling.sampled_tokens import SampledTokens, VerifiedTokens
 from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.verifier import Verifier

@@ -11,13 +11,13 @@ from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.scheduled_batch import SamplingNeed, ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
+from graphrunner.device.transfer import to_device
 from graphrunner.runner.base_runner import BaseRunner, LoadedBatch
 from graphrunner.runner.gather_rows import DerivedBuffers, gather_for, gather_tokens, make_derived
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import StaticBuffers, token_columns
 from graphrunner.runner.tree_step import TreeStep
-from graphrunner.sampling.rows import to_device
 
 
 class EagerRunner(BaseRunner):

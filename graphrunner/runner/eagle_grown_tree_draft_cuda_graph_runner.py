@@ -11,8 +11,7 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
-from graphrunner.runner.eagle_state import EagleState
-from graphrunner.runner.eagle_tree_draft_cuda_graph_runner import Branch, LayerForward
+from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
 from graphrunner.runner.prepared import with_metadata
 
 _SUREST, _LEAST_SURE = -1e-3, -30.0

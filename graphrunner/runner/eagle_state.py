@@ -1,8 +1,20 @@
-"""What an EAGLE extend leaves for the draft loop after it."""
+"""What an EAGLE extend leaves for the draft loops after it, and what those that branch are built from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.core.shape_key import ForwardVariant
+
+LayerForward = Callable[[ForwardBatch, torch.Tensor], torch.Tensor]
+"""(batch of the same number of tokens in each request, hidden [T, C]) -> hidden [T, C]."""
+
+Branch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
+"""(hidden rows [N, C], request_rows int32 [N], positions of the drafted tokens int64 [N], how many, variant) -> the
+likeliest tokens of each row, int32 [N, how many], likeliest first, and the log of their chances, fp32 of that shape."""
 
 
 class EagleState:

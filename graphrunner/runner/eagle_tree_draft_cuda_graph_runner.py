@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,15 +11,8 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
-from graphrunner.runner.eagle_state import EagleState
+from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
 from graphrunner.runner.prepared import with_metadata
-
-LayerForward = Callable[[ForwardBatch, torch.Tensor], torch.Tensor]
-"""(batch of the same number of tokens in each request, hidden [T, C]) -> hidden [T, C]."""
-
-Branch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
-"""(hidden rows [N, C], request_rows int32 [N], positions of the drafted tokens int64 [N], how many, variant) -> the
-likeliest tokens of each row, int32 [N, how many], likeliest first, and the log of their chances, fp32 of that shape."""
 
 
 class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):

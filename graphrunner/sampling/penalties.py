@@ -8,7 +8,7 @@ import torch
 
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.scheduled_batch import RowInit
-from graphrunner.sampling.rows import to_device
+from graphrunner.device.transfer import to_device
 
 
 def penalized(

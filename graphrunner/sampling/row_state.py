@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphrunner.core.sampling_params import SamplingParams
 from graphrunner.core.scheduled_batch import RowInit
-from graphrunner.sampling.rows import to_device
+from graphrunner.device.transfer import to_device
 from graphrunner.sampling.structured_output import GrammarCursor
 
 

@@ -8,18 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from graphrunner.core.scheduled_batch import RowInit
+from graphrunner.device.transfer import to_device
 from graphrunner.sampling.pick import RowParams
 
 _FORMAT = struct.Struct("<qqffif")  # row, seed, temperature, top_p, top_k, min_p
 _RECORD_BYTES = 32
 GREEDY_BELOW = 1e-5
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy without waiting. The pinned staging memory is fresh each time; torch reuses it only after the copy."""
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 class SamplingRows:

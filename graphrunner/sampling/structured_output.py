@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.sampling_params import StructuredOutput
-from graphrunner.sampling.rows import to_device
+from graphrunner.device.transfer import to_device
 
 if TYPE_CHECKING:
     import xgrammar

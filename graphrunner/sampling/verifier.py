@@ -22,12 +22,12 @@ from torch import Tensor
 from graphrunner.core.outputs import ModelOutput, TokenLogprobs
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.device.transfer import to_device
 from graphrunner.kernels.noise import gumbel_noise
 from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.sampling.logprobs import entries_of, score_tokens
 from graphrunner.sampling.pick import RowParams, target_probs
 from graphrunner.sampling.rejection import accept_greedy, accept_random, acceptance_uniforms
-from graphrunner.sampling.rows import to_device
 from graphrunner.sampling.sampled_tokens import VerifiedTokens
 from graphrunner.sampling.sampler import Sampler
 

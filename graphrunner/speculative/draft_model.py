@@ -14,6 +14,7 @@ from graphrunner.core.active_batch import active_batch
 from graphrunner.core.errors import ConfigError
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.device.transfer import to_device
 from graphrunner.kernels.tracing import is_tracing
 from graphrunner.models.registry import LanguageModel, load_model
 from graphrunner.runner.base_draft_runner import draft_batch
@@ -21,7 +22,6 @@ from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.draft_model_cuda_graph_runner import DraftModelCudaGraphRunner
 from graphrunner.runner.prepared import with_metadata
 from graphrunner.sampling.pick import pick_greedy, pick_random
-from graphrunner.sampling.rows import to_device
 from graphrunner.speculative.draft_controller import widths_for
 from graphrunner.speculative.draft_runners import RunnerParts
 from graphrunner.speculative.proposer import DeviceProposer, DraftRound, ProposerContext, Target

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphrunner.core.forward_batch import ForwardBatch, KVLayer
 from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
-from graphrunner.sampling.rows import to_device
+from graphrunner.device.transfer import to_device
 from graphrunner.speculative.proposer import DraftRound
 
 

@@ -16,13 +16,14 @@ from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.outputs import ModelOutput, TokenLogprobs
 from graphrunner.core.scheduled_batch import RowInit, ScheduledBatch
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.device.transfer import to_device
 from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.sampling.logprobs import entries_of, score_blocks, score_tokens
 from graphrunner.sampling.penalties import PenaltyState
 from graphrunner.sampling.pick import finite_logits, pick_greedy, pick_random
 from graphrunner.sampling.pick_on_host import pick_random_on_host
 from graphrunner.sampling.row_state import RowState
-from graphrunner.sampling.rows import SamplingRows, to_device
+from graphrunner.sampling.rows import SamplingRows
 from graphrunner.sampling.sampled_tokens import LazyEntries, SampledTokens
 from graphrunner.sampling.structured_output import (
     GrammarCursor,

@@ -68,7 +68,8 @@ def _run(model_runner: ModelRunner, batch: ScheduledBatch) -> None:
     runner, sampler = model_runner.eager_runner, model_runner.sampler
     loaded = runner.load_batch(batch)
     logits = runner.execute(loaded).logits
-    assert logits is not None
+    if logits is None:  # drafts that branch are picked from within the forward
+        return
     rows = loaded.batch.request_rows.repeat_interleave(logits.shape[0] // batch.num_reqs)
     for variant in (ForwardVariant.GREEDY, ForwardVariant.SAMPLE):
         sampler.sample_in_graph(logits, rows, torch.ones_like(rows), variant)

@@ -165,7 +165,7 @@ class Residency:
                 for runner in self._model_runner.graph_runners:
                     runner.rehearse()
         except Exception as cause:
-            log.warning("kernels are compiled one by one, as they are met: %s", cause)
+            log.warning("kernels are compiled one by one, as they are met: %s: %s", type(cause).__name__, cause)
 
     def _give_back(self) -> None:
         self.pool.device.synchronize()  # the last step may have run ahead of its requests' end

@@ -93,7 +93,8 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
         """Of [R, B, C] hidden rows: tokens int32 and scores fp32, [R, B * num_children] each."""
         num_reqs, num_parents = hidden.shape[:2]
         rows, places = (each.repeat_interleave(num_parents) for each in (views.request_rows, positions))
-        tokens, scores = self._branch(hidden.flatten(0, 1), rows, places, self._tree.num_children, variant)
+        parents = hidden.flatten(0, 1).contiguous()  # a level's slice stays strided where it can
+        tokens, scores = self._branch(parents, rows, places, self._tree.num_children, variant)
         return tokens.view(num_reqs, -1), scores.clamp(_LEAST_SURE, _SUREST).view(num_reqs, -1)
 
     def _chosen(

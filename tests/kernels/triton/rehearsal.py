@@ -2,7 +2,8 @@
 
 The engine runs on the CPU with the GPU's kernels in its forwards, none of which is run, and its products are skipped.
 
-usage: python rehearsal.py CONFIG_FOLDER MAX_NUM_SEQS TOKEN_BUDGET
+usage: python rehearsal.py CONFIG_FOLDER MAX_NUM_SEQS TOKEN_BUDGET [SPECULATIVE_CONFIG]
+CONFIG_FOLDER "" is the embedded model.
 prints one JSON object: "rehearsed", what the rehearsal of a start names, and "captured", what its recordings launch;
 each a list of Triton's descriptions of specialised kernels.
 """
@@ -29,17 +30,21 @@ from graphrunner.kernels.triton.compile_server import OfflineDriver
 from graphrunner.layers import ops
 from graphrunner.runner import decode_cuda_graph_runner, gather_rows
 
+_NEW = {torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default}
 _PRODUCTS = {torch.ops.aten.mm.default: (0, 1), torch.ops.aten.addmm.default: (1, 2)}
 
 
 class SkippedProducts(TorchDispatchMode):
-    """Matrix products have a shape and no values."""
+    """Matrix products have a shape and no values; what a kernel would have written is 1: an id, a count, a place."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _PRODUCTS:
             left, right = (args[place] for place in _PRODUCTS[func])
             return left.new_empty(left.shape[0], right.shape[1])
-        return args[0] if func is torch.ops.aten.addmm_.default else func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm_.default:
+            return args[0]
+        made = func(*args, **(kwargs or {}))
+        return made.fill_(1) if func in _NEW else made
 
 
 class StreamDriver(OfflineDriver):
@@ -90,12 +95,13 @@ def listening() -> Iterator[set[str]]:
     knobs.runtime.jit_cache_hook = None
 
 
-def main(folder: str, max_num_seqs: int, token_budget: int) -> None:
+def main(folder: str, max_num_seqs: int, token_budget: int, speculative: str = "null") -> None:
+    unread = {"load_format": "dummy", "skip_tokenizer_init": True} if folder else {}
     with h200():
         LLM(
-            folder, device="cpu", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True,
-            enable_prefix_caching=False, prefill_graph="recording", max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=token_budget, cpu_kv_cache_mib=64, num_threads=1,
+            folder or None, device="cpu", dtype="bfloat16", enable_prefix_caching=False, prefill_graph="recording",
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget, cpu_kv_cache_mib=64, num_threads=1,
+            max_model_len=256, speculative_config=json.loads(speculative), **unread,
         )  # fmt: skip
         ((model_runner, limits),) = engines
         with listening() as rehearsed:
@@ -111,4 +117,4 @@ def main(folder: str, max_num_seqs: int, token_budget: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

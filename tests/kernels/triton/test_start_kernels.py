@@ -81,6 +81,23 @@ def test_every_kernel_of_a_start_compiles(config: dict[str, object], tmp_path) -
 
 
 @OFFLINE
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"method": "eagle", "speculative_eagle_topk": 2}, id="eagle tree"),
+        pytest.param({"method": "eagle"}, id="eagle", marks=pytest.mark.slow),
+        pytest.param({"method": "mtp"}, id="mtp", marks=pytest.mark.slow),
+        pytest.param({"method": "ngram", "num_speculative_tokens": 4}, id="ngram", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_launch_kernels_that_compile(config: dict[str, object], tmp_path) -> None:
+    told = json.loads(run([str(HERE / "rehearsal.py"), "", "1", "64", json.dumps(config)]))
+    (tmp_path / "orders.json").write_text(json.dumps(sorted(set(told["captured"]) - set(told["rehearsed"]))))
+    failed = run([str(HERE / "compile_orders.py"), str(tmp_path / "orders.json")], TRITON_CACHE_DIR=str(tmp_path))
+    assert len(told["captured"]) > 10 and json.loads(failed) == {}
+
+
+@OFFLINE
 def test_other_processes_fill_the_cache(tmp_path) -> None:
     """And find there what they compiled, under names that do not depend on what a process hashed before."""
     first, second = (

@@ -2,7 +2,8 @@
 
 A product of dense weights is the library's. One of packed weights is a single opaque operator around the kernel of
 kernels/triton/quantized_linear.py, since widening a weight in plain operators would write all of it to memory; its
-norm, activation and residual stay outside, where they are joined with what stands beside them.
+norm, activation and residual stay outside, where they are joined with what stands beside them. Only the norm before an
+fp8 product belongs to it: rows are rounded to fp8 straight from the norm, and rounded twice they would differ.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
     """As layers.ops.norm_linear."""
     if weight.is_dense:
         return reference.norm_linear(x, norm_weight, eps, weight.data, bias)
-    hidden = x if norm_weight is None else reference.rms_norm(x, norm_weight, eps)
+    if norm_weight is not None and weight.layout is not WeightLayout.FP8:
+        x, norm_weight = reference.rms_norm(x, norm_weight, eps), None
     return torch.ops.graphrunner.packed_linear(
-        hidden, weight.data, weight.scale, weight.zero, weight.layout.value, weight.group_size, weight.row_block, bias
-    )
+        x, norm_weight, eps, weight.data, weight.scale, weight.zero, weight.layout.value, weight.group_size,
+        weight.row_block, bias,
+    )  # fmt: skip
 
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:
@@ -37,6 +40,8 @@ def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Te
 
 def _packed_linear(
     x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
     data: Tensor,
     scale: Tensor,
     zero: Tensor | None,
@@ -47,22 +52,22 @@ def _packed_linear(
 ) -> Tensor:
     weight = Weight(WeightLayout(layout), data, scale, zero, group_size, row_block)
     if not x.is_cuda:
-        return reference.norm_linear(x, None, 0.0, dequantize(weight), bias)
+        return reference.norm_linear(x, norm_weight, eps, dequantize(weight), bias)
     from graphrunner.kernels.triton import quantized_linear
 
     with tracing(False):
-        return quantized_linear.norm_linear(x.contiguous(), None, 0.0, weight, bias)
+        return quantized_linear.norm_linear(x.contiguous(), norm_weight, eps, weight, bias)
 
 
 _library = torch.library.Library("graphrunner", "FRAGMENT")
 _library.define(
-    "packed_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, str layout, int group_size, int row_block, "
-    "Tensor? bias) -> Tensor",
+    "packed_linear(Tensor x, Tensor? norm_weight, float eps, Tensor data, Tensor scale, Tensor? zero, str layout, "
+    "int group_size, int row_block, Tensor? bias) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("graphrunner::packed_linear")
-def _packed_linear_shape(x, data, scale, zero, layout, group_size, row_block, bias):  # type: ignore[no-untyped-def]
+def _packed_linear_shape(x, norm_weight, eps, data, scale, zero, layout, group_size, row_block, bias):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], data.shape[0])

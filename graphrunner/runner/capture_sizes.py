@@ -15,20 +15,21 @@ MAX_LARGE_PADDING_FACTOR = 1.125  # above MAX_DENSE_PREFILL_SIZE, where compute 
 
 
 def default_decode_sizes(max_num_seqs: int, largest_allowed: int = MAX_DECODE_SIZE) -> tuple[int, ...]:
-    """1, 2, 4, 8, 12, then by 8 to 256, by 16 to 512; the limit itself is always among them."""
+    """1, 2, 4, 8, 12, then by 8 to 128, by 16 to 256, by 32 to 512; the limit itself is always among them."""
     top = min(max_num_seqs, largest_allowed)
-    sizes = {1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, MAX_DECODE_SIZE + 1, 16), top}
+    sizes = {1, 2, 4, 8, 12, *range(16, 129, 8), *range(144, 257, 16), *range(288, MAX_DECODE_SIZE + 1, 32), top}
     return tuple(sorted(size for size in sizes if size <= top))
 
 
 def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Token counts, finer when small; the budget itself is always among them.
+    """Token counts; the budget itself is always among them. Up to 128 a step is as long as its weights take to read,
+    so those are few.
 
     Between MAX_DENSE_PREFILL_SIZE and the budget there are none: a full step, the common one while prompts wait, is
     exactly the budget, and in the others the device is busy for longer than the host needs to launch its kernels.
     """
     top = min(max_num_tokens, MAX_DENSE_PREFILL_SIZE)
-    sizes = {*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), max_num_tokens}
+    sizes = {4, 8, 16, 24, 32, 48, 64, 96, *range(128, 513, 32), *range(576, 1025, 64), max_num_tokens}
     sizes |= set(range(1280, top + 1, 256))
     return tuple(sorted(size for size in sizes if size <= max_num_tokens))
 

@@ -162,12 +162,14 @@ class RunnerParts:
         graph_pool: GraphPool,
     ) -> dict[int, BaseRunner]:
         runners: dict[int, BaseRunner] = {}
+        keeper = self.proposer.keeper() if isinstance(self.proposer, DeviceProposer) else None
         for width in speculation.controller.widths if speculation is not None else ():
             backend = self._uniform_backend(graph_pool)
             if backend is not None:
                 runners[width] = DecodeCudaGraphRunner(
                     context, backend, account, self._verify_sizes(), variants=self._decode_variants(),
-                    query_width=width, name=f"verify_{width}", is_lazy=self.config.graph.capture is CapturePolicy.LAZY,
+                    query_width=width, keeper=keeper, name=f"verify_{width}",
+                    is_lazy=self.config.graph.capture is CapturePolicy.LAZY,
                     is_poisoning=self.config.graph.poison_outputs,
                 )  # fmt: skip
         return runners

@@ -161,7 +161,7 @@ class ModelRunner:
     def _verified(self, batch: ScheduledBatch, loaded: LoadedBatch, output: ModelOutput) -> VerifiedTokens:
         drafts = loaded.batch.draft_tokens
         assert drafts is not None, "a verify step has drafts"
-        verified = self._verifier.verify(output, batch, drafts[: batch.num_reqs])
+        verified = self._verifier.verify(output, batch, drafts)
         if output.token_ids is None:
             rows = loaded.batch.request_rows[: batch.num_reqs]
             self.request_table.store_accepted(rows, verified.token_ids, verified.num_new)

@@ -28,6 +28,7 @@ from graphrunner.runner.draft_rows import place_round_for, place_step_for, store
 from graphrunner.runner.gather_rows import make_derived
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.round_inputs import RoundInputs
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import DECODE_BUFFERS, StaticBuffers
 
@@ -202,46 +203,6 @@ class BaseDraftRunner(BaseGraphRunner):
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
         size = bucket_for(batch.num_reqs, self.sizes)
         return None if size is None else self._keys[size, batch.max_query_len, variant_of(batch)]
-
-
-class RoundInputs:
-    """What an extend reads of the target's step, at fixed addresses.
-
-    Args:
-        max_reqs, max_width: the largest round.
-        hidden_size: numbers a token.
-
-    Attributes:
-        token_ids: int32 [max_reqs * max_width]; num_new: int32 [max_reqs]; hidden: [max_reqs * max_width, hidden_size].
-    """
-
-    def __init__(
-        self,
-        max_reqs: int,
-        max_width: int,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.token_ids = torch.zeros(max_reqs * max_width, dtype=torch.int32, device=device)
-        self.num_new = torch.zeros(max_reqs, dtype=torch.int32, device=device)
-        self.hidden = torch.zeros(max_reqs * max_width, hidden_size, dtype=dtype, device=device)
-        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def take(self, token_ids: torch.Tensor, num_new: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Copy a round in: int32 [R, W], int32 [R], [R * W, hidden_size]. Sync: none."""
-        shape = (token_ids.numel(), num_new.shape[0])
-        places = self._places.get(shape)
-        if places is None:
-            places = self._places[shape] = [self.token_ids[: shape[0]], self.num_new[: shape[1]]]
-        torch._foreach_copy_([*places, self.hidden[: hidden.shape[0]]], [token_ids.reshape(-1), num_new, hidden])
-
-    def poison(self, value: int) -> None:
-        """Overwrite everything; the floats with NaN."""
-        self.token_ids.fill_(value)
-        self.num_new.fill_(value)
-        self.hidden.fill_(float("nan"))
 
 
 def draft_batch(batch: ScheduledBatch) -> ScheduledBatch:

@@ -76,6 +76,7 @@ class BaseGraphRunner(BaseRunner):
         self._failed: set[ShapeKey] = set()
         self._wanted: dict[ShapeKey, None] = {}
         self._last_output: ModelOutput | None = None
+        self._cuts: dict[tuple[ShapeKey, int, int], tuple[ModelOutput, ModelOutput]] = {}
 
     @abstractmethod
     def all_keys(self) -> Iterable[ShapeKey]:
@@ -181,6 +182,7 @@ class BaseGraphRunner(BaseRunner):
         self._views.clear()
         self._failed.clear()
         self._wanted.clear()
+        self._cuts.clear()
         self._last_output = None
 
     def _replay_graph(self, loaded: LoadedBatch) -> ModelOutput:
@@ -189,6 +191,14 @@ class BaseGraphRunner(BaseRunner):
         num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
         if num_reqs == loaded.key.num_reqs and num_tokens == loaded.key.num_tokens:
             return output  # nothing is padding
+        shape = (loaded.key, num_reqs, num_tokens)
+        known = self._cuts.get(shape)
+        if known is None or known[0] is not output:  # a recording has one output, whose views are made once
+            known = self._cuts[shape] = (output, self._cut_to(loaded, output))
+        return known[1]
+
+    def _cut_to(self, loaded: LoadedBatch, output: ModelOutput) -> ModelOutput:
+        num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
         return ModelOutput(
             logits=_cut(output.logits, num_tokens if loaded.batch.mode is ForwardMode.VERIFY else num_reqs),
             token_ids=_cut(output.token_ids, num_reqs),

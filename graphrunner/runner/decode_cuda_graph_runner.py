@@ -26,6 +26,7 @@ from graphrunner.runner.gather_rows import (
 )
 from graphrunner.runner.graph_account import GraphAccount
 from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.round_inputs import RoundKeeper
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.runner.static_buffers import DECODE_BUFFERS, VERIFY_BUFFERS, StaticBuffers
 from graphrunner.runner.tree_step import TreeStep
@@ -44,6 +45,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         variants: what is recorded; LOGITS must be among them and serves every need.
         query_width: tokens a request; 1 is decode, k + 1 verifies k drafts. Where the forward picks tokens it accepts
             drafts too, and the recording moves the rows on by what stands; after LOGITS, whoever accepts does.
+        keeper: has what a proposer reads of a verify step kept by the recording; None keeps nothing.
         name: in records and metrics.
     """
 
@@ -56,6 +58,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         *,
         variants: Sequence[ForwardVariant] = tuple(VARIANT_OF_NEED.values()),
         query_width: int = 1,
+        keeper: RoundKeeper | None = None,
         name: str = "decode_cuda_graph_runner",
         is_lazy: bool = False,
         is_poisoning: bool = False,
@@ -84,6 +87,7 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         tree = context.draft_tree if query_width > 1 else None
         self._tree = None if tree is None else TreeStep(tree, largest, device)
         traced = backend.is_traced
+        self._keeper = None if traced else keeper
         self._gather = gather_for(device, is_traced=traced)
         self._advance = advance_for(device, largest, is_traced=traced)
         self._advance_accepted = advance_accepted_for(device, largest, query_width, is_traced=traced)
@@ -157,6 +161,8 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         if self.query_width > 1:
             if output.token_ids is not None and output.num_new is not None:
                 self._advance_accepted(context.table, views.request_rows, output.token_ids, output.num_new)
+                if self._keeper is not None:
+                    return self._keeper.keep(views, output)
             return output
         if output.token_ids is None:
             context.table.store_lengths(views.request_rows, views.seq_lens)

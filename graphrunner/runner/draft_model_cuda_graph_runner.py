@@ -12,6 +12,7 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.round_inputs import NewestInputs
 
 DraftStep = Callable[[ForwardBatch, ForwardVariant], torch.Tensor]
 """A uniform batch of one or two tokens a request, and the variant -> the token after each request's last, int32 [R]."""
@@ -25,6 +26,7 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
 
     Args:
         step: one forward of the draft, with the pick after it.
+        inputs: what the target's step left, shared by the runners of all k.
         num_drafts: k, at least 1.
     """
 
@@ -33,23 +35,19 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
         capture: DraftCapture,
         *,
         step: DraftStep,
+        inputs: NewestInputs,
         num_drafts: int,
     ) -> None:
         name = f"draft_model_{num_drafts}"
         super().__init__(capture, widths=(1,), width_inside=2, name=name)
-        self._step, self._num_drafts = step, num_drafts
-        self._before_last = torch.zeros(self.max_reqs, dtype=torch.int32, device=capture.context.device)
+        self._step, self._inputs, self._num_drafts = step, inputs, num_drafts
         self._ends = torch.arange(self.max_reqs, dtype=torch.int64, device=capture.context.device) * 2 + 1
-
-    def take(self, before_last: torch.Tensor) -> None:
-        """Copy in the token before each row's newest one, int32 [R], in batch order. Sync: none."""
-        self._before_last[: before_last.shape[0]].copy_(before_last)
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Draft, step by step. In graph."""
         num_reqs, table = views.num_reqs, self.context.table
         last = table.last_token.index_select(0, views.request_rows)
-        self.place_step(views, torch.stack((self._before_last[:num_reqs], last), dim=1).flatten(), -1)
+        self.place_step(views, torch.stack((self._inputs.before_last[:num_reqs], last), dim=1).flatten(), -1)
         views.logits_indices.copy_(self._ends[:num_reqs])
         drafts = [self._step(views, variant)]
         single = self._single(views)
@@ -61,7 +59,7 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
 
     def poison_inputs(self, value: int) -> None:
         """See `BaseDraftRunner.poison_inputs`."""
-        self._before_last.fill_(value)
+        self._inputs.before_last.fill_(value)
 
     def _single(self, views: ForwardBatch) -> ForwardBatch:
         """Views of one token a request over the same buffers."""

@@ -9,8 +9,9 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture, RoundInputs
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.eagle_state import EagleState
+from graphrunner.runner.round_inputs import RoundInputs
 
 ExtendForward = Callable[[ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(batch, hidden states of the target [T, H], variant) -> hidden [R, C] and drafts int32 [R] of the rows at

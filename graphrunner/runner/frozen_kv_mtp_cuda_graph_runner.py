@@ -9,7 +9,8 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture, RoundInputs
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
+from graphrunner.runner.round_inputs import RoundInputs
 
 FrozenForward = Callable[[int, ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(step, batch of one token a request, hidden [R, C], variant) -> hidden [R, C] and drafts int32 [R]. Step 0 is given

@@ -10,7 +10,8 @@ import torch
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture, RoundInputs
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
+from graphrunner.runner.round_inputs import RoundInputs
 
 HeadForward = Callable[[int, ForwardBatch, torch.Tensor, ForwardVariant], tuple[torch.Tensor, torch.Tensor]]
 """(head, batch, hidden [T, C], variant) -> hidden [T, C] and drafts int32 [R] of the rows at `batch.logits_indices`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -9,7 +11,8 @@ from graphrunner.core.scheduled_batch import PageAppend, RowInit, ScheduledBatch
 from graphrunner.device.registry import device_of
 from graphrunner.runner.staging import StagingBlock
 
-_INT_BYTES = 4
+_INT_BYTES, _INDEX_BYTES = 4, 8
+_MIN_CELLS_POWER = 3
 
 
 class RequestTable:
@@ -40,8 +43,9 @@ class RequestTable:
         self.max_pages = max_pages
         self._device = device
         self._is_remote = device_of(device).has_own_memory
-        self._staging: StagingBlock | None = None
-        self._draft_staging: StagingBlock | None = None
+        self._cells = self.page_table.view(-1)
+        self._staging: _Staged | None = None
+        self._draft_staging: _Staged | None = None
 
     @property
     def max_num_seqs(self) -> int:
@@ -93,16 +97,17 @@ class RequestTable:
                 drafts[row, : len(token_ids)] = token_ids
                 drafts[row, len(token_ids) :] = -1
             return
-        num_bytes = batch.num_reqs * (1 + width) * _INT_BYTES
-        staging = self._draft_staging = _large_enough(self._draft_staging, num_bytes, self._device)
-        host = staging.host_views[staging.begin()].view(np.int32)
-        host[: batch.num_reqs] = batch.rows
-        drafts = host[batch.num_reqs : batch.num_reqs * (1 + width)].reshape(batch.num_reqs, width)
+        num_reqs, rows_end = batch.num_reqs, batch.num_reqs * _INDEX_BYTES
+        if self._draft_staging is None:
+            self._draft_staging = _Staged(self.max_num_seqs * (_INDEX_BYTES + width * _INT_BYTES), self._device)
+        staged = self._draft_staging
+        host = staged.host_views[staged.begin()]
+        host[:rows_end].view(np.int64)[:] = batch.rows
+        drafts = host[rows_end : rows_end + num_reqs * width * _INT_BYTES].view(np.int32).reshape(num_reqs, width)
         drafts[:] = [(*token_ids, *(-1,) * (width - len(token_ids))) for token_ids in batch.draft_token_ids]
-        staging.send(num_bytes)
-        sent = staging.block.view(torch.int32)
-        rows, values = sent[: batch.num_reqs], sent[batch.num_reqs : batch.num_reqs * (1 + width)]
-        self.draft_tokens.index_copy_(0, rows.long(), values.view(batch.num_reqs, width))
+        staged.send(rows_end + drafts.nbytes)
+        rows, values = staged.indexed(num_reqs, width)
+        self.draft_tokens.index_copy_(0, rows, values)
 
     def _write(self, inits: tuple[RowInit, ...], appends: tuple[PageAppend, ...], cached: dict[int, int]) -> None:
         """Put everything in place through the host's own view of the memory."""
@@ -115,32 +120,61 @@ class RequestTable:
             pages[append.row, append.start : append.start + len(append.pages)] = append.pages
 
     def _send(self, inits: tuple[RowInit, ...], appends: tuple[PageAppend, ...], cached: dict[int, int]) -> None:
-        """One packed copy: rows, lengths and page rows of the inits; flat cells and pages of the appends."""
+        """One packed copy: flat cells and pages of the appends; rows, lengths and page rows of the inits."""
         num_inits, num_cells = len(inits), sum(len(append.pages) for append in appends)
-        ends = np.cumsum((num_inits, num_inits, num_inits * self.max_pages, num_cells, num_cells)).tolist()
-        staging = self._staging = _large_enough(self._staging, ends[-1] * _INT_BYTES, self._device)
-        host = staging.host_views[staging.begin()].view(np.int32)
-        host[: ends[0]] = [init.row for init in inits]
-        host[ends[0] : ends[1]] = [cached[init.row] for init in inits]
-        page_rows = host[ends[1] : ends[2]].reshape(num_inits, self.max_pages)
-        page_rows[:] = 0
-        for place, init in enumerate(inits):
-            page_rows[place, : len(init.pages)] = init.pages
-        cells = [append.row * self.max_pages + append.start + i for append in appends for i in range(len(append.pages))]
-        host[ends[2] : ends[3]] = cells
-        host[ends[3] : ends[4]] = [page for append in appends for page in append.pages]
-        staging.send(ends[-1] * _INT_BYTES)
-        sent = staging.block.view(torch.int32)
-        if inits:
-            rows = sent[: ends[0]].long()
-            self.num_computed.index_copy_(0, rows, sent[ends[0] : ends[1]])
-            self.page_table.index_copy_(0, rows, sent[ends[1] : ends[2]].view(num_inits, self.max_pages))
+        num_cells = 1 << max(_MIN_CELLS_POWER, (num_cells - 1).bit_length()) if num_cells else 0
+        sizes = (num_cells * _INDEX_BYTES, num_cells * _INT_BYTES, num_inits * _INDEX_BYTES, num_inits * _INT_BYTES)
+        ends = np.cumsum((*sizes, num_inits * self.max_pages * _INT_BYTES)).tolist()
+        if self._staging is None or self._staging.num_bytes < ends[-1]:
+            # An outgrown one may still be read by the device: the allocator keeps it.
+            self._staging = _Staged(1 << max(12, (ends[-1] - 1).bit_length()), self._device)
+        staged = self._staging
+        host = staged.host_views[staged.begin()]
         if appends:
-            self.page_table.view(-1).index_copy_(0, sent[ends[2] : ends[3]].long(), sent[ends[3] : ends[4]])
+            _fill_cells(host[: ends[0]].view(np.int64), host[ends[0] : ends[1]].view(np.int32), appends, self.max_pages)
+        if inits:
+            host[ends[1] : ends[2]].view(np.int64)[:] = [init.row for init in inits]
+            host[ends[2] : ends[3]].view(np.int32)[:] = [cached[init.row] for init in inits]
+            page_rows = host[ends[3] : ends[4]].view(np.int32).reshape(num_inits, self.max_pages)
+            page_rows[:] = 0
+            for place, init in enumerate(inits):
+                page_rows[place, : len(init.pages)] = init.pages
+        staged.send(ends[-1])
+        if inits:
+            block = staged.block
+            rows, lengths = block[ends[1] : ends[2]].view(torch.int64), block[ends[2] : ends[3]].view(torch.int32)
+            self.num_computed.index_copy_(0, rows, lengths)
+            pages = block[ends[3] : ends[4]].view(torch.int32).view(num_inits, self.max_pages)
+            self.page_table.index_copy_(0, rows, pages)
+        if appends:
+            cells, values = staged.indexed(num_cells)
+            self._cells.index_copy_(0, cells, values)
 
 
-def _large_enough(staging: StagingBlock | None, num_bytes: int, device: torch.device) -> StagingBlock:
-    """A block that holds `num_bytes`. An outgrown one may still be read by the device: the allocator keeps it."""
-    if staging is None or staging.block.numel() < num_bytes:
-        return StagingBlock(1 << max(12, (num_bytes - 1).bit_length()), device)
-    return staging
+class _Staged(StagingBlock):
+    """A block that begins with int64 indices and the int32 values that belong there."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(num_bytes, device)
+        self.num_bytes = num_bytes
+        self._indexed: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def indexed(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(indices int64 [n], values int32 [n, ...]) of a shape, device. Made once: a view costs the host a call."""
+        views = self._indexed.get(shape)
+        if views is None:
+            end = shape[0] * _INDEX_BYTES
+            values = self.block[end : end + math.prod(shape) * _INT_BYTES].view(torch.int32).view(shape)
+            views = self._indexed[shape] = (self.block[:end].view(torch.int64), values)
+        return views
+
+
+def _fill_cells(cells: np.ndarray, pages: np.ndarray, appends: tuple[PageAppend, ...], max_pages: int) -> None:
+    """Flat places in the page table, and what goes there. Padding is the dummy row's first page, which is page 0."""
+    cells[:], pages[:] = 0, 0
+    place = 0
+    for append in appends:
+        end, start = place + len(append.pages), append.row * max_pages + append.start
+        cells[place:end] = range(start, start + len(append.pages))
+        pages[place:end] = append.pages
+        place = end

@@ -36,6 +36,7 @@ class StagingBlock:
         self.host_views: list[np.ndarray] = [host.numpy() for host in self._host_blocks]
         self._fences = [self._device.fence() for _ in self._host_blocks]
         self._turn = 0
+        self._pieces: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self) -> int:
         """Which of `host_views` to write now. What it holds is of no meaning."""
@@ -45,9 +46,14 @@ class StagingBlock:
 
     def send(self, num_bytes: int | None = None) -> None:
         """Copy the first `num_bytes` (None: all) of what `begin` handed out to the device. Sync: none."""
-        if not self._is_direct:
-            self.block[:num_bytes].copy_(self._host_blocks[self._turn][:num_bytes], non_blocking=True)
-            self._fences[self._turn].record()
+        if self._is_direct:
+            return
+        pieces = self._pieces.get((self._turn, num_bytes))
+        if pieces is None:
+            host = self._host_blocks[self._turn]
+            pieces = self._pieces[self._turn, num_bytes] = (self.block[:num_bytes], host[:num_bytes])
+        pieces[0].copy_(pieces[1], non_blocking=True)
+        self._fences[self._turn].record()
 
 
 def aligned(num_bytes: int) -> int:

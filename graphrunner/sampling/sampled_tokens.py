@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from graphrunner.sampling.readback import TokenCopy
+
 Entry = TypeVar("Entry")
 
 
@@ -58,6 +60,10 @@ class LazyEntries(Sequence[Entry | None], Generic[Entry]):
 class SampledTokens:
     """A `TokenHandle`: one token for each request of a batch whose `samples` is True, in batch order.
 
+    Args:
+        copy: of `token_ids`, under way.
+        picked: places in `token_ids` of the requests that sample; None is all.
+
     Attributes:
         token_ids: int32 [num_sampled], device; on the in-graph path int32 [num_reqs], unsampled requests included, and
             in graph memory until the runner's next `execute`.
@@ -68,6 +74,7 @@ class SampledTokens:
     def __init__(
         self,
         token_ids: torch.Tensor,
+        copy: TokenCopy,
         picked: Sequence[int] | None = None,
         logprobs: Sequence = (),
         prompt_logprobs: Sequence = (),
@@ -76,19 +83,23 @@ class SampledTokens:
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
         self._picked = picked
-        self._copy = HostCopy(token_ids)
+        self._copy = copy
         self._host: list[int] | None = None
 
     def wait(self) -> list[int]:
         """One id a sampled request, in batch order. Sync: waits for the step."""
         if self._host is None:
-            ids = self._copy.wait()[0].tolist()
+            ids = self._copy.read()
             self._host = ids if self._picked is None else [ids[index] for index in self._picked]
         return self._host
 
 
 class VerifiedTokens:
     """A `BlockHandle`: what a VERIFY step yields for each request of its batch.
+
+    Args:
+        copy: of `token_ids`, under way.
+        make_logprobs: from the tokens of each request; None when nobody asked.
 
     Attributes:
         token_ids: int32 [num_reqs, W], device; -1 after the last token. May be in graph memory until the runner's next
@@ -101,11 +112,12 @@ class VerifiedTokens:
         self,
         token_ids: torch.Tensor,
         num_new: torch.Tensor,
+        copy: TokenCopy,
         make_logprobs: Callable[[list[list[int]]], Sequence] | None = None,
     ) -> None:
         self.token_ids = token_ids
         self.num_new = num_new
-        self._copy = HostCopy(token_ids)
+        self._copy = copy
         self._host: list[list[int]] | None = None
         self.logprobs: Sequence = ()
         if make_logprobs is not None:
@@ -114,5 +126,5 @@ class VerifiedTokens:
     def wait_blocks(self) -> list[list[int]]:
         """The tokens of each request, at least one. Sync: waits for the step."""
         if self._host is None:
-            self._host = [[token_id for token_id in row if token_id >= 0] for row in self._copy.wait()[0].tolist()]
+            self._host = [[token_id for token_id in row if token_id >= 0] for row in self._copy.read()]
         return self._host

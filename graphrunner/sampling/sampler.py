@@ -22,6 +22,7 @@ from graphrunner.sampling.logprobs import entries_of, score_blocks, score_tokens
 from graphrunner.sampling.penalties import PenaltyState
 from graphrunner.sampling.pick import finite_logits, pick_greedy, pick_random
 from graphrunner.sampling.pick_on_host import pick_random_on_host
+from graphrunner.sampling.readback import TokenReadback
 from graphrunner.sampling.row_state import RowState
 from graphrunner.sampling.rows import SamplingRows
 from graphrunner.sampling.sampled_tokens import LazyEntries, SampledTokens
@@ -47,6 +48,7 @@ class Sampler:
         structured: compiles grammars; None refuses requests that need one.
 
     Attributes:
+        readback: brings tokens to the host.
         logits_of: model dtype [n, hidden_size] -> float [n, V], the model's head, for prompt logprobs; set once there
             is a model.
     """
@@ -61,6 +63,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.rows = SamplingRows(num_rows, device)
         self._device = torch.device(device)
+        self.readback = TokenReadback(self._device)
         self._structured = structured
         self._states: dict[int, RowState] = {}
         self._random_rows: set[int] = set()
@@ -141,14 +144,15 @@ class Sampler:
         """
         sampled = [index for index, samples in enumerate(batch.samples) if samples]
         if output.token_ids is not None:
-            return SampledTokens(output.token_ids, sampled)
+            return SampledTokens(output.token_ids, self.readback.start(output.token_ids), sampled)
         assert output.logits is not None
         prompts: Sequence[PromptEntries | None] = ()
         if batch.needs_all_logits:
             assert output.hidden_states is not None, "every runner but the eager one refuses such a batch"
             prompts = self._prompt_logprobs(output.hidden_states, batch)
         if not sampled:
-            return SampledTokens(torch.zeros(0, dtype=torch.int32, device=self._device), None, (), prompts)
+            nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
+            return SampledTokens(nothing, self.readback.start(nothing), None, (), prompts)
         rows = [batch.rows[index] for index in sampled]
         lengths = [batch.cached_lens[index] + batch.query_lens[index] for index in sampled]
         logits = self._picked_logits(output.logits, batch, sampled)
@@ -157,7 +161,8 @@ class Sampler:
         staged = self._indices([*rows, *lengths])
         token_ids = self.sample_in_graph(shaped, staged[: len(rows)], staged[len(rows) :], variant)
         self.count(rows, token_ids)
-        tokens = SampledTokens(token_ids, None, self._logprobs(batch, sampled, logits, token_ids), prompts)
+        copy = self.readback.start(token_ids)
+        tokens = SampledTokens(token_ids, copy, None, self._logprobs(batch, sampled, logits, token_ids), prompts)
         self.await_grammars(rows, lambda place: tokens.wait()[place])
         return tokens
 

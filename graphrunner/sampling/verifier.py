@@ -74,20 +74,22 @@ class Verifier:
 
         Args:
             output: of a VERIFY step; when its forward accepted already, only the copy to the host is started.
-            draft_tokens: int32 [R, W - 1], device, the real requests only.
+            draft_tokens: int32 [at least R, W - 1], device; the real requests come first.
 
         Sync: none, but a row with a grammar waits for its own token of the step before.
         """
         if output.token_ids is not None:
             assert output.num_new is not None, "a forward that accepts says how many"
-            return VerifiedTokens(output.token_ids, output.num_new)
+            return VerifiedTokens(output.token_ids, output.num_new, self._sampler.readback.start(output.token_ids))
         assert output.logits is not None
+        draft_tokens = draft_tokens[: batch.num_reqs]
         num_reqs, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
         logits = output.logits.view(num_reqs, width, -1)
         token_ids, num_new = self._accept_shaped(logits, batch, draft_tokens)
         self._recount(batch.rows, draft_tokens, token_ids, num_new)
         asked = [index for index, row in enumerate(batch.rows) if self._sampler.num_logprobs(row) is not None]
-        tokens = VerifiedTokens(token_ids, num_new, self._logprobs(batch, asked, logits, token_ids) if asked else None)
+        make_logprobs = self._logprobs(batch, asked, logits, token_ids) if asked else None
+        tokens = VerifiedTokens(token_ids, num_new, self._sampler.readback.start(token_ids), make_logprobs)
         self._sampler.await_grammars(batch.rows, lambda place: tokens.wait_blocks()[place][0])
         return tokens
 

@@ -21,6 +21,7 @@ from graphrunner.runner.base_draft_runner import draft_batch
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.draft_model_cuda_graph_runner import DraftModelCudaGraphRunner
 from graphrunner.runner.prepared import with_metadata
+from graphrunner.runner.round_inputs import NewestInputs, newest_read
 from graphrunner.sampling.pick import pick_greedy, pick_random
 from graphrunner.speculative.draft_controller import widths_for
 from graphrunner.speculative.draft_runners import RunnerParts
@@ -70,11 +71,16 @@ class DraftModelProposer(DeviceProposer):
         """See `Proposer.bind`."""
         self._context = context
         parts = RunnerParts(context, self.model.config.vocab_size - 1)
+        self._inputs = NewestInputs(parts.max_reqs, context.runner_context.device)
         self._runners = {
-            count: DraftModelCudaGraphRunner(parts.of_runner(), step=self._step, num_drafts=count)
+            count: DraftModelCudaGraphRunner(parts.of_runner(), step=self._step, inputs=self._inputs, num_drafts=count)
             for count in self.counts
         }
         self._is_recorded = parts.is_recorded
+
+    def keeper(self) -> NewestInputs:
+        """See `DeviceProposer.keeper`."""
+        return self._inputs
 
     def modules(self) -> Sequence[nn.Module]:
         """See `Proposer.modules`."""
@@ -94,7 +100,8 @@ class DraftModelProposer(DeviceProposer):
                 self.model(own, only_logits_rows=True)
         if round_.num_drafts and any(step.samples):
             runner = next(runner for count, runner in self._runners.items() if count >= round_.num_drafts)
-            runner.take(_before_last(round_))
+            if not self._inputs.has_kept(round_.num_new):
+                self._inputs.take(_before_last(round_))
             runner.run(draft_batch(step))
 
     def _step(self, batch: ForwardBatch, variant: ForwardVariant) -> torch.Tensor:
@@ -118,11 +125,9 @@ def _before_last(round_: DraftRound) -> torch.Tensor:
     """The token before the newest one of each row that got one: the last that the target read of what stands."""
     step, views = round_.batch, round_.forward_batch
     if step.mode is ForwardMode.DECODE:
-        ends = torch.arange(step.num_reqs, device=views.input_ids.device)
-    elif step.mode is ForwardMode.VERIFY:
-        starts = torch.arange(step.num_reqs, device=views.input_ids.device) * step.max_query_len
-        ends = starts + (round_.num_new - 1)
-    else:
-        chosen = torch.tensor([index for index, samples in enumerate(step.samples) if samples], dtype=torch.int64)
-        ends = views.logits_indices.index_select(0, to_device(chosen, views.input_ids.device))
+        return views.input_ids[: step.num_reqs]
+    if step.mode is ForwardMode.VERIFY:
+        return newest_read(views.input_ids, round_.num_new, step.max_query_len)
+    chosen = torch.tensor([index for index, samples in enumerate(step.samples) if samples], dtype=torch.int64)
+    ends = views.logits_indices.index_select(0, to_device(chosen, views.input_ids.device))
     return views.input_ids.index_select(0, ends)

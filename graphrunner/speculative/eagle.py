@@ -17,13 +17,14 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.scheduled_batch import RowInit
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.models.eagle import EagleDraft, load_eagle
-from graphrunner.runner.base_draft_runner import BaseDraftRunner, RoundInputs, draft_batch, variant_of
+from graphrunner.runner.base_draft_runner import BaseDraftRunner, draft_batch, variant_of
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.eagle_draft_cuda_graph_runner import EagleDraftCudaGraphRunner
 from graphrunner.runner.eagle_draft_extend_cuda_graph_runner import EagleDraftExtendCudaGraphRunner
 from graphrunner.runner.eagle_grown_tree_draft_cuda_graph_runner import EagleGrownTreeDraftCudaGraphRunner
 from graphrunner.runner.eagle_state import EagleState
 from graphrunner.runner.eagle_tree_draft_cuda_graph_runner import EagleTreeDraftCudaGraphRunner
+from graphrunner.runner.round_inputs import RoundInputs
 from graphrunner.speculative.draft_controller import widths_of
 from graphrunner.speculative.draft_pick import best_drafts, pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
@@ -77,6 +78,7 @@ class EagleProposer(DeviceProposer):
             hidden_size=num_taps * target.config.hidden_size,
             dtype=target.options.dtype,
             device=target.options.device,
+            is_aux=self.draft.is_eagle3,
         )
         self._extend_runner = EagleDraftExtendCudaGraphRunner(
             parts.of_runner(),
@@ -87,6 +89,10 @@ class EagleProposer(DeviceProposer):
         )
         self._loops = self._make_loops(parts)
         self._is_recorded = parts.is_recorded
+
+    def keeper(self) -> RoundInputs:
+        """See `DeviceProposer.keeper`."""
+        return self._inputs
 
     def modules(self) -> Sequence[nn.Module]:
         """See `Proposer.modules`."""

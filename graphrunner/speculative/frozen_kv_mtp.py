@@ -11,9 +11,10 @@ from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.models.frozen_kv import FrozenKVDraft, load_frozen_kv
-from graphrunner.runner.base_draft_runner import RoundInputs, draft_batch
+from graphrunner.runner.base_draft_runner import draft_batch
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.frozen_kv_mtp_cuda_graph_runner import FrozenKVMTPCudaGraphRunner
+from graphrunner.runner.round_inputs import RoundInputs
 from graphrunner.speculative.draft_controller import widths_of
 from graphrunner.speculative.draft_pick import pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
@@ -70,6 +71,10 @@ class FrozenKVProposer(DeviceProposer):
             for width in (1, *self._widths)
         }
         self._is_recorded = parts.is_recorded
+
+    def keeper(self) -> RoundInputs:
+        """See `DeviceProposer.keeper`."""
+        return self._inputs
 
     def modules(self) -> Sequence[nn.Module]:
         """See `Proposer.modules`."""

@@ -17,11 +17,12 @@ from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
 from graphrunner.core.scheduled_batch import RowInit
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.models.mtp import MTPDraft, count_mtp_heads, load_mtp
-from graphrunner.runner.base_draft_runner import RoundInputs, variant_of
+from graphrunner.runner.base_draft_runner import variant_of
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.multi_layer_eagle_draft_extend_cuda_graph_runner import (
     MultiLayerEagleDraftExtendCudaGraphRunner,
 )
+from graphrunner.runner.round_inputs import RoundInputs
 from graphrunner.speculative.draft_controller import widths_of
 from graphrunner.speculative.draft_pick import pick_drafts
 from graphrunner.speculative.draft_runners import RunnerParts
@@ -84,6 +85,10 @@ class MTPProposer(DeviceProposer):
             widths=(1, *self._widths),
         )
         self._is_recorded = parts.is_recorded
+
+    def keeper(self) -> RoundInputs:
+        """See `DeviceProposer.keeper`."""
+        return self._inputs
 
     def modules(self) -> Sequence[nn.Module]:
         """See `Proposer.modules`."""

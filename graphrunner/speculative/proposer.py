@@ -38,6 +38,7 @@ from graphrunner.kvcache.pool import KVSpec
 from graphrunner.models.registry import LanguageModel
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.runner.graph_account import GraphAccount
+from graphrunner.runner.round_inputs import RoundKeeper
 from graphrunner.runner.runner_context import RunnerContext
 from graphrunner.sampling.rows import SamplingRows
 from graphrunner.weights.source import ModelSource
@@ -213,6 +214,13 @@ class DeviceProposer(Proposer):
         Column j is draft j; -1 says that there is none from there on. With `num_drafts` 0 nothing needs to be written.
         Sync: none.
         """
+
+    def keeper(self) -> RoundKeeper | None:
+        """What has a verify step's recording keep whatever `propose` reads of it; None to read its outputs.
+
+        Each copy that `propose` makes instead costs the host a launch a round.
+        """
+        return None
 
     def draft_probs(self) -> torch.Tensor | None:
         """fp32 [num_rows, max_drafts, vocab_size], device, at a fixed address: what each draft was drawn from, by row.

@@ -13,7 +13,7 @@ from engine_driver import generate, greedy, pool_check, prompts_of
 from graphrunner import LLM, SamplingParams
 from graphrunner.core.errors import GraphCheckError
 from graphrunner.runner.staging import StagingBlock
-from graphrunner.sampling import sampled_tokens
+from graphrunner.sampling import readback
 
 CASES = [
     pytest.param(("cpu", "recording"), id="recording"),
@@ -162,10 +162,10 @@ def test_an_output_that_another_forward_overwrites(checked: Make) -> None:
 
 
 def test_tokens_that_are_read_too_late(checked: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: sampled_tokens.HostCopy, *tensors: torch.Tensor) -> None:
-        self._event, self._tensors = None, list(tensors)
+    def keep(self: readback.TokenReadback, token_ids: torch.Tensor) -> readback.TokenCopy:
+        return readback.TokenCopy(token_ids, None, [])
 
-    monkeypatch.setattr(sampled_tokens.HostCopy, "__init__", keep)
+    monkeypatch.setattr(readback.TokenReadback, "start", keep)
     fails_with(checked(overlap=True), "token_ids", "read after the next replay")
 
 

@@ -250,7 +250,7 @@ def test_a_rehearsal_that_fails_costs_a_warning(make_llm: Make, card, monkeypatc
     monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
     with caplog.at_level(logging.WARNING):
         make_llm(**GRAPHS, **SIZES, **OPEN)
-    assert "as they are met: no such thing" in caplog.text
+    assert "as they are met: RuntimeError: no such thing" in caplog.text
     assert compiler.calls == ["begin", "close"]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
+
+WAIT, LAUNCH, STEP = "wait", "launch", "step"
 
 
 @dataclass(slots=True)
@@ -14,68 +17,83 @@ class Rounds:
     """Verify steps of one run.
 
     Attributes:
-        wall_s, wait_s, launch_s: of each: in all, waiting for its tokens, inside graph launches.
+        spent_s: of each: seconds by part of the round, every second in the innermost part it was spent in: `WAIT` for
+            the round's tokens, `LAUNCH` inside graph launches, `STEP` in no other part.
     """
 
-    wall_s: list[float] = field(default_factory=list)
-    wait_s: list[float] = field(default_factory=list)
-    launch_s: list[float] = field(default_factory=list)
+    spent_s: list[dict[str, float]] = field(default_factory=list)
 
-    def medians(self) -> dict[str, float | None]:
-        """Microseconds a round: the host's work beside the graphs, and the launches of these."""
-        if not self.wall_s:
+    def medians(self) -> dict[str, object]:
+        """Microseconds a round: the host's work beside the graphs, also by part, and the launches of these."""
+        if not self.spent_s:
             return {"host_us": None, "launch_us": None, "round_us": None}
-        parts = zip(self.wall_s, self.wait_s, self.launch_s, strict=True)
-        host_s = statistics.median(wall - wait - launch for wall, wait, launch in parts)
+        parts = {part: None for spent in self.spent_s for part in spent}
+        medians = {part: 1e6 * statistics.median(spent.get(part, 0.0) for spent in self.spent_s) for part in parts}
+        whole_s = [sum(spent.values()) for spent in self.spent_s]
+        beside = (spent.get(WAIT, 0.0) + spent.get(LAUNCH, 0.0) for spent in self.spent_s)
         return {
-            "host_us": 1e6 * host_s,
-            "launch_us": 1e6 * statistics.median(self.launch_s),
-            "round_us": 1e6 * statistics.median(self.wall_s),
+            "host_us": 1e6 * statistics.median(all_s - s for all_s, s in zip(whole_s, beside, strict=True)),
+            "launch_us": medians.get(LAUNCH, 0.0),
+            "round_us": 1e6 * statistics.median(whole_s),
+            "host_parts_us": {part: us for part, us in medians.items() if part not in (WAIT, LAUNCH)},
         }
+
+
+class _Clock:
+    """Times calls inside calls, each without what it calls."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = {}
+        self._inner_s: list[float] = []
+
+    def timed(self, part: str, call: Callable) -> Callable:
+        """`call`, its time counted as `part`'s."""
+
+        def measured(*args: object, **named: object) -> object:
+            self._inner_s.append(0.0)
+            start_s = time.perf_counter()
+            try:
+                return call(*args, **named)
+            finally:
+                all_s = time.perf_counter() - start_s
+                self.spent_s[part] = self.spent_s.get(part, 0.0) + all_s - self._inner_s.pop()
+                if self._inner_s:
+                    self._inner_s[-1] += all_s
+
+        return measured
 
 
 @contextmanager
 def timed_rounds(llm) -> Iterator[Rounds]:
     """Collects every round that runs inside. A step is timed from `LLMEngine.step` to the outputs it returns."""
+    from graphrunner.sampling.readback import TokenReadback
     from graphrunner.sampling.sampled_tokens import VerifiedTokens
+    from graphrunner.speculative.speculation import Speculation
 
-    rounds, engine, plain_wait = Rounds(), llm.engine, VerifiedTokens.wait_blocks
-    plain_step = engine.step
-    spent = [0.0, 0.0, 0]
+    rounds, clock, core = Rounds(), _Clock(), llm.engine.core
+    step = clock.timed(STEP, llm.engine.step)
 
-    def wait(self: VerifiedTokens) -> list[list[int]]:
-        start_s = time.perf_counter()
-        blocks = plain_wait(self)
-        spent[0] += time.perf_counter() - start_s
-        spent[2] += 1
-        return blocks
-
-    def step() -> object:
-        spent[:] = [0.0, 0.0, 0]
-        start_s = time.perf_counter()
-        outputs = plain_step()
-        if spent[2]:
-            rounds.wall_s.append(time.perf_counter() - start_s)
-            rounds.wait_s.append(spent[0])
-            rounds.launch_s.append(spent[1])
+    def round_() -> object:
+        clock.spent_s = {}
+        outputs = step()
+        if WAIT in clock.spent_s:
+            rounds.spent_s.append(clock.spent_s)
         return outputs
 
-    def launch(replay: Callable, name: str) -> Callable:
-        def timed(key) -> object:
-            start_s = time.perf_counter()
-            output = replay(key)
-            spent[1] += time.perf_counter() - start_s
-            return output
-
-        return timed
-
-    engine.step, VerifiedTokens.wait_blocks = step, wait  # type: ignore[method-assign]
-    try:
-        with _replays(llm, launch):
-            yield rounds
-    finally:
-        del engine.step
-        VerifiedTokens.wait_blocks = plain_wait  # type: ignore[method-assign]
+    parts = [
+        (core.scheduler, "schedule", "schedule"),
+        (core.model_runner, "forward", "forward"),
+        (core, "resolve", "resolve"),
+        (Speculation, "propose", "propose"),
+        (TokenReadback, "start", "readback"),
+        (VerifiedTokens, "wait_blocks", WAIT),
+    ]
+    with ExitStack() as stack:
+        for owner, name, part in parts:
+            stack.enter_context(mock.patch.object(owner, name, clock.timed(part, getattr(owner, name))))
+        stack.enter_context(mock.patch.object(llm.engine, "step", round_))
+        stack.enter_context(_replays(llm, lambda replay, name: clock.timed(LAUNCH, replay)))
+        yield rounds
 
 
 def device_ms(llm, run: Callable[[], object]) -> dict[str, float]:

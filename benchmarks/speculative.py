@@ -8,8 +8,8 @@ kinds, one at a time, greedily, plain and with each method at its most drafts. `
 shape (on a CPU: a tiny one) with a stand-in draft of given acceptance and adaptive k, by batch, against an engine
 without speculation. Both sides of every ratio are the better of two timed runs after one that records. Host time is a
 round's wall time without the wait for the device's tokens and without graph launches, a median over the rounds of the
-timed runs. Every figure is printed and saved as soon as it is measured. Nothing new begins after `--max-seconds`, of
-which `text` gets half when `shape` is to follow.
+timed runs. Every figure is printed and saved as soon as it is measured. Nothing new begins after `--max-seconds`
+of the process, of which `text` gets 45% when `shape` is to follow. What each part and each start took is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 import stand_in_proposer
@@ -25,7 +24,9 @@ from speculative_report import plot, said, table, write_page
 from speculative_shape import NUM_DRAFTS, shape_rows
 from speculative_text import METHODS, TextPlan, held_out, text_rows
 
-_START_S = time.perf_counter()
+from graphrunner.telemetry.startup import process_age_s
+
+_TEXT_SHARE = 0.45
 
 
 def main() -> None:
@@ -49,28 +50,38 @@ def measured(args: argparse.Namespace) -> dict:
 
     is_gpu, parts = torch.cuda.is_available(), args.parts.split(",")
     device = torch.cuda.get_device_name() if is_gpu else "cpu"
-    result: dict = {"benchmark": "speculative", "num_drafts": NUM_DRAFTS, "device": device}
+    result: dict = {"benchmark": "speculative", "num_drafts": NUM_DRAFTS, "device": device, "part_s": {}}
 
     def has_time(share: float = 1.0) -> bool:
-        return time.perf_counter() - _START_S < share * args.max_seconds
+        return process_age_s() < share * args.max_seconds
 
-    def add(rows: list[dict], row: dict) -> None:
-        rows.append(row)
-        print(f"[{time.perf_counter() - _START_S:6.1f} s] {said(row)}", flush=True)
+    def save(line: str) -> None:
+        print(f"[{process_age_s():6.1f} s] {line}", flush=True)
         if args.json:
             Path(args.json).write_text(json.dumps(result) + "\n")
 
+    def add(rows: list[dict], row: dict) -> None:
+        rows.append(row)
+        save(said(row))
+
+    def spent(part: str) -> None:
+        result["part_s"][part] = process_age_s() - sum(result["part_s"].values())
+        save(f"{part} took {result['part_s'][part]:.1f} s")
+
+    spent("imports")
     if "text" in parts:
         result["text"] = []
         methods, prompts = args.methods.split(","), held_out(args.num_prompts)
         plan = TextPlan(args.model, methods, prompts, args.num_tokens, 2, is_gpu)
-        share = 0.5 if "shape" in parts else 1.0
+        share = _TEXT_SHARE if "shape" in parts else 1.0
         for row in text_rows(plan, lambda: has_time(share)):
             add(result["text"], row)
+        spent("text")
     if "shape" in parts:
         result["shape"] = {"acceptance": stand_in_proposer.ACCEPTANCE, "is_8b": is_gpu, "rows": []}
         for row in shape_rows(is_gpu, args.num_tokens if is_gpu else min(args.num_tokens, 64), has_time):
             add(result["shape"]["rows"], row)
+        spent("shape")
     return result
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import gc
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
 @contextmanager
 def opened(model: str | None, **options: object) -> Iterator:
-    """An `LLM`, and its memory given back after it. Pages are counted, so that two of them fit beside each other."""
+    """An `LLM`, and its memory given back after it. Pages are counted, so that two of them fit beside each other.
+
+    Says on stderr what the start took, by phase.
+    """
     import torch
 
     from graphrunner import LLM
 
+    start_s = time.perf_counter()
     llm = LLM(model, **options)
+    phases = ", ".join(
+        f"{phase.name} {phase.seconds:.1f}" for phase in llm.startup_report().phases if phase.seconds >= 0.1
+    )
+    print(f"           a start: {time.perf_counter() - start_s:.1f} s ({phases})", file=sys.stderr, flush=True)
     try:
         yield llm
     finally:

@@ -11,7 +11,7 @@ from round_probe import timed_rounds
 from shapes import LLAMA_8B, TINY, write_config_folder
 from speculative_engine import acceptance_by_position, finished, mean_accepted, opened
 
-NUM_DRAFTS = 4
+NUM_DRAFTS, PROMPT_TOKENS = 4, 32
 BATCHES = (1, 8, 64, 32, 2, 16, 4)
 """In the order of what a run that is cut short should have measured."""
 _TINY_BATCHES = (1, 4)
@@ -26,8 +26,9 @@ def shape_rows(is_gpu: bool, num_tokens: int, has_time: Callable[[], bool]) -> I
     options: dict[str, object] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda" if is_gpu else "cpu",
         "max_model_len": 512 if is_gpu else 256, "max_num_seqs": max(batches), "decode_sizes": tuple(sorted(batches)),
-        "enable_prefix_caching": False, "capture": "lazy", "num_threads": None if is_gpu else 1,
-        "num_pages": max(batches) * 32 + 1,
+        "enable_prefix_caching": False, "num_threads": None if is_gpu else 1, "num_pages": max(batches) * 32 + 1,
+        "prefill_sizes": tuple(PROMPT_TOKENS * batch for batch in sorted(batches)) if is_gpu else None,
+        "max_num_batched_tokens": PROMPT_TOKENS * max(batches) if is_gpu else None,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         target = str(write_config_folder(shape, Path(name) / "target"))
@@ -36,7 +37,11 @@ def shape_rows(is_gpu: bool, num_tokens: int, has_time: Callable[[], bool]) -> I
             "model": str(write_config_folder(draft, Path(name) / "draft")),
             "num_speculative_tokens": NUM_DRAFTS,
         }
-        with opened(target, **options) as plain, opened(target, speculative_config=config, **options) as speculating:
+        # The first start compiles the kernels of both, many at once. The second records the few shapes that it meets.
+        with (
+            opened(target, **options) as plain,
+            opened(target, speculative_config=config, capture="lazy", **options) as speculating,
+        ):
             for batch in batches:
                 if not has_time():
                     return
@@ -70,7 +75,7 @@ def _batch_speed(llm, batch: int, num_tokens: int) -> tuple[float, list, list]:
     """(tokens a second, outputs, steps) of the better of two runs, after one that records and measures."""
     from graphrunner import SamplingParams
 
-    prompts = [{"prompt_token_ids": [100 + 3 * row + place for place in range(32)]} for row in range(batch)]
+    prompts = [{"prompt_token_ids": [100 + 3 * row + place for place in range(PROMPT_TOKENS)]} for row in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
     best: tuple[float, list, list] = (0.0, [], [])
     for attempt in range(3):

@@ -50,20 +50,15 @@ class ExtendConfig:
 
 
 @triton.jit
-def _find_tile(query_start_loc_ptr, R, tile, least_len, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The request and the first query (counted in the request) of a tile; request R for a tile past the last.
+def _request_of_tile(query_start_loc_ptr, R, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The request of a tile: request r has the tiles from query_start_loc[r] / TOKENS + r on, rounded down.
 
-    Requests of fewer than least_len tokens have no tile.
+    That is at least as many as its tokens fill; those past them have nothing to do. No sum over requests is needed.
     """
     i = tl.arange(0, BLOCK_R)
     is_real = i < R
     start = tl.load(query_start_loc_ptr + i, mask=is_real, other=0)
-    stop = tl.load(query_start_loc_ptr + i + 1, mask=is_real, other=0)
-    num_tiles = tl.where(is_real & (stop - start >= least_len), (stop - start + TOKENS - 1) // TOKENS, 0)
-    ends = tl.cumsum(num_tiles, 0)
-    request = tl.sum(tl.where(is_real & (ends <= tile), 1, 0), 0)
-    before = tl.sum(tl.where(i < request, num_tiles, 0), 0)
-    return request, (tile - before) * TOKENS
+    return tl.sum((is_real & (start // TOKENS + i <= tile)).to(tl.int32), 0) - 1
 
 
 @triton.jit
@@ -169,10 +164,11 @@ def _extend_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Long tiles first: the last tiles of a prompt see the most keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    request, first_query = _find_tile(query_start_loc_ptr, R, tile, least_len, TOKENS, BLOCK_R)
-    if request < R:
-        query_start = tl.load(query_start_loc_ptr + request)
-        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    request = _request_of_tile(query_start_loc_ptr, R, tile, TOKENS, BLOCK_R)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    first_query = (tile - query_start // TOKENS - request) * TOKENS
+    if (first_query < query_len) & (query_len >= least_len):
         seq_len = tl.load(seq_lens_ptr + request)
         table_row_ptr = page_table_ptr + tl.load(request_rows_ptr + request).to(tl.int64) * max_pages
         r = tl.arange(0, TOKENS * GP)

@@ -75,6 +75,7 @@ class ModelRunner:
         self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
         drafting = speculation.runners() if speculation is not None else ()
         self.graph_runners = _by_largest_shape((*self._runners, *self.verify_runners.values(), *drafting))
+        self._lazy_runners = [runner for runner in self.graph_runners if runner.is_lazy]
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch) -> GenerationBatchResult:
@@ -141,7 +142,7 @@ class ModelRunner:
             self._speculation.close()
 
     def _capture_pending(self) -> None:
-        for runner in self.graph_runners:
+        for runner in self._lazy_runners:
             runner.capture_pending()
 
     def _runners_for(self, batch: ScheduledBatch) -> Sequence[BaseRunner]:

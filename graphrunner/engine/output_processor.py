@@ -200,7 +200,12 @@ class OutputProcessor:
             stats = sequence.completion.speculation = sequence.completion.speculation or SpeculationStats()
             stats.add(output.num_drafts, output.num_accepted)
         stopped_by: str | None = None
-        for place, token_id in enumerate(output.new_token_ids):
+        new_token_ids = output.new_token_ids
+        if sequence.detokenizer is None and not output.logprobs:  # nothing to spell, so nothing to stop at
+            sequence.completion.token_ids.extend(new_token_ids)
+            sequence.num_tokens += len(new_token_ids)
+            new_token_ids = ()
+        for place, token_id in enumerate(new_token_ids):
             entry = output.logprobs[place] if output.logprobs else None
             stopped_by = _add_token(sequence, token_id, entry, state.tokenizer, _is_silent(output, place, state.params))
             if stopped_by is not None:

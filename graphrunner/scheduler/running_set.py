@@ -121,14 +121,15 @@ class RunningSet:
         Returns:
             For how many there are pages; at least 1 after `grow_decoding`.
         """
+        if request.cached_len + num_tokens <= len(request.pages) * self._page_size:
+            return num_tokens
         missing = -(-(request.cached_len + num_tokens) // self._page_size) - len(request.pages)
-        if missing > 0:
-            self._evict_down_to(missing)
-            count = min(missing, self._allocator.num_free)
-            if count:
-                self.grown.setdefault(request, len(request.pages))
-                request.pages += self._allocator.allocate(count)
-                self._set_decode_until(request)
+        self._evict_down_to(missing)
+        count = min(missing, self._allocator.num_free)
+        if count:
+            self.grown.setdefault(request, len(request.pages))
+            request.pages += self._allocator.allocate(count)
+            self._set_decode_until(request)
         return min(num_tokens, len(request.pages) * self._page_size - request.cached_len)
 
     def stop(self, request: Request) -> None:

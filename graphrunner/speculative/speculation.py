@@ -84,7 +84,7 @@ class Speculation:
         """How many drafts a device proposer is to leave after a step, 0 to only take its tokens in; None: no call."""
         if not isinstance(self.proposer, DeviceProposer):
             return None
-        rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
+        rows = _sampled_rows(batch)
         width = self.controller.choose_width(rows, [self._max_drafts] * len(rows))
         has_prompts = batch.mode in (ForwardMode.PREFILL, ForwardMode.MIXED)
         return None if width == 1 and not has_prompts else width - 1
@@ -97,8 +97,7 @@ class Speculation:
     def took_step(self, batch: ScheduledBatch, num_drafts: int | None) -> None:
         """Remember what the device proposer was asked for after a step, None for nothing."""
         self._num_proposed = num_drafts or 0
-        samples = zip(batch.rows, batch.samples, strict=True)
-        self._num_ready = {row: self._num_proposed for row, is_sampled in samples if is_sampled and num_drafts}
+        self._num_ready = dict.fromkeys(_sampled_rows(batch), self._num_proposed) if num_drafts else {}
 
     def resolved(self, batch: ScheduledBatch, verified: Sequence[Verified], record: StepRecord) -> None:
         """Take in a finished step."""
@@ -160,3 +159,10 @@ class Speculation:
                 "width %d takes %.2f ms against %.2f ms of a plain step",
                 self.proposer.name, num_reqs, expected / len(verified), width, verify_ms, plain_ms,
             )  # fmt: skip
+
+
+def _sampled_rows(batch: ScheduledBatch) -> Sequence[int]:
+    """Rows that get a token in a step."""
+    if all(batch.samples):
+        return batch.rows
+    return [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.outputs import StepRecord
-from graphrunner.telemetry.token_counts import TokenCounts
+from graphrunner.telemetry.token_counts import AcceptedLengths, TokenCounts
 
 
 class EngineMetrics:
@@ -43,12 +43,8 @@ class EngineMetrics:
             "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
         )
         self._finished = Counter("graphrunner_requests_finished", "Ended sequences", ["reason"], registry=registry)
-        self._accepted_lengths = Histogram(
-            "graphrunner_draft_accepted_length",
-            "Draft tokens that stand, by request and round",
-            buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16),
-            registry=registry,
-        )
+        self._accepted_lengths = AcceptedLengths()
+        registry.register(self._accepted_lengths)
         self._series: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}  # of one kind of step
         self._num_preemptions_seen = 0
         self._preemptions = Counter("graphrunner_preemptions", "Requests that lost their pages", registry=registry)
@@ -79,8 +75,7 @@ class EngineMetrics:
         self._padding.inc(record.num_padding_tokens)
         self._drafts.inc(record.num_drafts)
         self._accepted.inc(record.num_accepted)
-        for length in record.accepted_lengths:
-            self._accepted_lengths.observe(length)
+        self._accepted_lengths.add(record.accepted_lengths)
 
     def add_first_token(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count a sequence whose first token came, `waited_s` after it was admitted."""

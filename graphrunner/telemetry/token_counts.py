@@ -1,4 +1,4 @@
-"""Counts taken once a token: plain numbers, read by Prometheus only when it asks.
+"""Counts taken once a token or round: plain numbers, read by Prometheus only when it asks.
 
 A prometheus_client metric takes a lock for each observation, which at 256 tokens a step is most of the host's time.
 """
@@ -6,13 +6,14 @@ A prometheus_client metric takes a lock for each observation, which at 256 token
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 _BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_BOUNDS_DRAFTS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 class TokenCounts(Collector):
@@ -41,4 +42,30 @@ class TokenCounts(Collector):
         buckets = [(bound, float(total)) for bound, total in zip(bounds, totals, strict=True)]
         yield HistogramMetricFamily(
             "graphrunner_inter_token_seconds", "Between two tokens of a request", buckets, self._gap_sum_s
+        )
+
+
+class AcceptedLengths(Collector):
+    """How many drafts stood, by request and round. One writer."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS_DRAFTS) + 1)
+        self._num_accepted = 0
+
+    def add(self, lengths: Sequence[int]) -> None:
+        """Count the rounds of one step, one a request."""
+        for length in lengths:
+            self._counts[bisect_left(_BOUNDS_DRAFTS, length)] += 1
+            self._num_accepted += length
+
+    def collect(self) -> Iterator[Metric]:
+        """The family, for a registry."""
+        totals = accumulate(self._counts)
+        bounds = [f"{bound:.1f}" for bound in _BOUNDS_DRAFTS] + ["+Inf"]
+        buckets = [(bound, float(total)) for bound, total in zip(bounds, totals, strict=True)]
+        yield HistogramMetricFamily(
+            "graphrunner_draft_accepted_length",
+            "Draft tokens that stand, by request and round",
+            buckets,
+            self._num_accepted,
         )

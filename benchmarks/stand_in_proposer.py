@@ -18,10 +18,12 @@ from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.models.causal_lm import CausalLM
 from graphrunner.speculative import draft_model
 from graphrunner.speculative.draft_model import DraftModelProposer
-from graphrunner.speculative.proposer import Target
+from graphrunner.speculative.proposer import ProposerContext, Target
 from graphrunner.weights.dummy import iterate_dummy
 
 ACCEPTANCE = 0.7
+NUM_SPARE_POSITIONS = 16
+"""Past the context limit, where padding may stand."""
 _EMBEDDING_SCALE = 800.0
 
 
@@ -51,12 +53,20 @@ class StandIn(DraftModelProposer):
 
     name = "stand_in"
 
+    def bind(self, context: ProposerContext) -> None:
+        """See `Proposer.bind`. What is right where is decided once: a real draft spends nothing on it."""
+        given = context.runner_context
+        rows = torch.arange(given.table.max_num_seqs + 1, device=given.device).unsqueeze(1)
+        positions = torch.arange(given.max_seq_len + NUM_SPARE_POSITIONS, device=given.device)
+        mixed = (positions * 2654435761 + rows * 40503) & 0xFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
+        is_wrong = ((mixed ^ (mixed >> 13)) & 0xFFFF) >= int(ACCEPTANCE * 65536)
+        self._steps = (1 + is_wrong).to(torch.int32)
+        super().bind(context)
+
     def _step(self, batch: ForwardBatch, variant: ForwardVariant) -> torch.Tensor:
         super()._step(batch, variant)
         ids, positions = batch.input_ids, batch.positions
         if batch.num_tokens > batch.num_reqs:
             ids, positions = ids[batch.logits_indices], positions[batch.logits_indices]
-        mixed = (positions * 2654435761 + batch.request_rows.long() * 40503) & 0xFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
-        is_wrong = ((mixed ^ (mixed >> 13)) & 0xFFFF) >= int(ACCEPTANCE * 65536)
-        return ((ids.long() + 1 + is_wrong) % self.model.config.vocab_size).to(torch.int32)
+        return (ids + self._steps[batch.request_rows.long(), positions]) % self.model.config.vocab_size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from graphrunner.core.errors import CaptureError
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
-from graphrunner.device.device import Stream
+from graphrunner.device.device import Device, Stream
 
 if TYPE_CHECKING:
     from graphrunner.core.forward_batch import ForwardBatch
@@ -126,6 +126,15 @@ def frozen_gc() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def recording_scope(device: Device, stream: Stream | None = None) -> Iterator[None]:
+    """No garbage collection, the capture stream current, the device idle before and after."""
+    device.synchronize()
+    with frozen_gc(), device.capture_scope(stream):
+        yield
+    device.synchronize()
 
 
 def capture_error(key: ShapeKey, cause: Exception) -> CaptureError:

@@ -20,7 +20,7 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ShapeKey
 from graphrunner.device.device import Device, GraphPool, Stream
 from graphrunner.execution.artifact_cache import ArtifactCache
-from graphrunner.execution.backend import CaptureStats, ExecutionBackend, Forward, capture_error, frozen_gc
+from graphrunner.execution.backend import CaptureStats, ExecutionBackend, Forward, capture_error, recording_scope
 from graphrunner.execution.compiled_steps import (
     BreakMemory,
     CompiledBreak,
@@ -57,11 +57,9 @@ class PiecewiseBackend(ExecutionBackend):
 
     @contextmanager
     def capture_session(self, stream: Stream | None = None) -> Iterator[None]:
-        """No garbage collection, the capture stream current, the device idle before and after."""
-        self._device.synchronize()
-        with frozen_gc(), self._device.capture_scope(stream):
+        """See `recording_scope`; then says how much was compiled."""
+        with recording_scope(self._device, stream):
             yield
-        self._device.synchronize()
         log.info("piecewise: compiled %d, from cache %d", self.cache.num_compiled, self.cache.num_from_cache)
 
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:

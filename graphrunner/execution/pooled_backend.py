@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from graphrunner.core.outputs import ModelOutput
@@ -18,7 +18,7 @@ from graphrunner.execution.backend import (
     ExecutionBackend,
     Forward,
     capture_error,
-    frozen_gc,
+    recording_scope,
 )
 
 
@@ -60,13 +60,9 @@ class PooledBackend(ExecutionBackend):
     def _new_recording(self) -> Recording:
         """An empty recording on the pool."""
 
-    @contextmanager
-    def capture_session(self, stream: Stream | None = None) -> Iterator[None]:
-        """No garbage collection, the capture stream current, the device idle before and after."""
-        self._device.synchronize()
-        with frozen_gc(), self._device.capture_scope(stream):
-            yield
-        self._device.synchronize()
+    def capture_session(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+        """See `recording_scope`."""
+        return recording_scope(self._device, stream)
 
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
         """See `ExecutionBackend.capture_one`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -158,6 +158,26 @@ class BaseDraftRunner(BaseGraphRunner):
         """See `draft_rows.place_step`."""
         context = self.context
         self._place_step(context.table, views, tokens, shift, context.page_size, self._max_token_id)
+
+    def first_tokens(self, views: ForwardBatch, num_tokens: int, tree_mask: torch.Tensor) -> ForwardBatch:
+        """Views of a step of that many tokens a request that branch, over the same buffers.
+
+        Args:
+            tree_mask: uint8 [R, num_tokens, num_tokens]; see `ForwardBatch.tree_mask`.
+        """
+        num_reqs, total = views.num_reqs, views.num_reqs * num_tokens
+        step = replace(
+            views,
+            mode=ForwardMode.VERIFY if num_tokens > 1 else ForwardMode.DECODE,
+            input_ids=views.input_ids[:total],
+            positions=views.positions[:total],
+            slot_mapping=views.slot_mapping[:total],
+            query_start_loc=self._starts[: num_reqs + 1] * num_tokens,
+            num_tokens=total,
+            max_query_len=num_tokens,
+            tree_mask=tree_mask.contiguous() if num_tokens > 1 else None,
+        )
+        return with_metadata(step)
 
     def place_round(self, views: ForwardBatch, inputs: RoundInputs) -> None:
         """See `draft_rows.place_round`."""

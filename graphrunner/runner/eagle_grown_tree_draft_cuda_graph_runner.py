@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from graphrunner.core.draft_tree import TreeGrowth
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
-from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
-from graphrunner.runner.prepared import with_metadata
 
 _SUREST, _LEAST_SURE = -1e-3, -30.0
 """What a guess's own chance counts for at most, so that it stands behind its parent, and at least: finite."""
@@ -125,28 +124,12 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
         masks = [
             torch.nn.functional.pad(beams.sees, (0, num_tokens - beams.sees.shape[2])) for beams in levels
         ]  # fmt: skip
-        step = self._first_tokens(views, num_tokens, torch.cat(masks, 1))
+        step = self.first_tokens(views, num_tokens, torch.cat(masks, 1))
         self.place_step(step, torch.cat([beams.tokens for beams in levels], 1).flatten(), 0)
         step.positions.copy_((newest.unsqueeze(1) + self._offsets[:num_tokens]).flatten())
         inputs = torch.cat([beams.hidden for beams in levels], 1)
         outputs = self._layer(step, inputs.flatten(0, 1)).view(views.num_reqs, num_tokens, -1)
         return outputs[:, -num_beams:]
-
-    def _first_tokens(self, views: ForwardBatch, num_tokens: int, mask: torch.Tensor) -> ForwardBatch:
-        """Views of a step of that many tokens a request, over the same buffers."""
-        num_reqs, total = views.num_reqs, views.num_reqs * num_tokens
-        step = replace(
-            views,
-            mode=ForwardMode.VERIFY if num_tokens > 1 else ForwardMode.DECODE,
-            input_ids=views.input_ids[:total],
-            positions=views.positions[:total],
-            slot_mapping=views.slot_mapping[:total],
-            query_start_loc=self._starts[: num_reqs + 1] * num_tokens,
-            num_tokens=total,
-            max_query_len=num_tokens,
-            tree_mask=mask.contiguous() if num_tokens > 1 else None,
-        )
-        return with_metadata(step)
 
     def _keep(
         self, views: ForwardBatch, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from graphrunner.core.draft_tree import DraftTree
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
-from graphrunner.core.shape_key import ForwardMode, ForwardVariant
+from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
-from graphrunner.runner.prepared import with_metadata
 
 
 class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
@@ -73,29 +70,14 @@ class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
         tokens: dict[int, torch.Tensor],
     ) -> None:
         """Run the draft over the first nodes; fills in what each leaves."""
-        step = self._first_nodes(views, num_nodes)
+        mask = self._mask[: views.num_reqs, :num_nodes, :num_nodes]
+        step = self.first_tokens(views, num_nodes, mask)
         nodes = range(1, num_nodes + 1)
         self.place_step(step, torch.stack([tokens[node] for node in nodes], dim=1).flatten(), 0)
         step.positions.copy_((newest.unsqueeze(1) + self._offsets[:num_nodes]).flatten())
         inputs = torch.stack([hidden[self._tree.parents[node - 1]] for node in nodes], dim=1)
         outputs = self._layer(step, inputs.flatten(0, 1)).view(views.num_reqs, num_nodes, -1)
         hidden.update({node: outputs[:, node - 1] for node in nodes})
-
-    def _first_nodes(self, views: ForwardBatch, num_nodes: int) -> ForwardBatch:
-        """Views of a step of that many tokens a request, over the same buffers."""
-        num_reqs, num_tokens = views.num_reqs, views.num_reqs * num_nodes
-        step = replace(
-            views,
-            mode=ForwardMode.VERIFY if num_nodes > 1 else ForwardMode.DECODE,
-            input_ids=views.input_ids[:num_tokens],
-            positions=views.positions[:num_tokens],
-            slot_mapping=views.slot_mapping[:num_tokens],
-            query_start_loc=self._starts[: num_reqs + 1] * num_nodes,
-            num_tokens=num_tokens,
-            max_query_len=num_nodes,
-            tree_mask=self._mask[:num_reqs, :num_nodes, :num_nodes].contiguous() if num_nodes > 1 else None,
-        )
-        return with_metadata(step)
 
     def poison_inputs(self, value: int) -> None:
         """See `BaseDraftRunner.poison_inputs`."""

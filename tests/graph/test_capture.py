@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,25 @@ def test_progress_counts_every_key() -> None:
     world.decode.capture(lambda name, done, total: said.append((name, done, total)))
     assert [done for _, done, _ in said] == list(range(13)) and {total for *_, total in said} == {12}
     assert said[0][0].startswith("decode_cuda_graph_runner 8t x 8r") and "MiB free" in said[0][0]
+
+
+@pytest.mark.parametrize("backend", [GraphBackend.FULL, GraphBackend.BREAKABLE])
+def test_only_the_first_key_is_warmed_up_twice(backend: GraphBackend, device: torch.device) -> None:
+    execution = create_execution_backend(backend, device)
+    state, calls = torch.zeros(2, device=device), []
+
+    def forward() -> ModelOutput:
+        calls.append(1)
+        return ModelOutput(logits=state + 1)
+
+    counts = []
+    with execution.capture_session():
+        for num_reqs in (4, 2, 1):
+            execution.capture_one(replace(KEY, num_tokens=num_reqs, num_reqs=num_reqs), forward)
+            counts.append(len(calls))
+            calls.clear()
+    assert counts == [3, 2, 2]
+    execution.close()
 
 
 def test_first_capture_failure_of_breakable_inside_a_break() -> None:

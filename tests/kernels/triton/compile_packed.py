@@ -1,6 +1,6 @@
 """Compile the packed kernels for real cards on a machine without one; prints a line a kernel. For the test beside it.
 
-usage: python compile_ahead.py CAPABILITY
+usage: python compile_packed.py CAPABILITY
 """
 
 import sys

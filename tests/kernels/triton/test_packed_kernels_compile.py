@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a card runs the kernels themselves")
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 def test_packed_kernels_compile(capability: int) -> None:
-    script = Path(__file__).with_name("compile_ahead.py")
+    script = Path(__file__).with_name("compile_packed.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     ran = subprocess.run(

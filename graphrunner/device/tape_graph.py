@@ -29,7 +29,16 @@ class _Entry:
     results: tuple[torch.Tensor, ...]
 
 
-class _Tape(TorchDispatchMode):
+class _Listener(TorchDispatchMode):
+    """Sees every operator. No compiler looks at its code, and torch need not load one to be told so: that takes
+    seconds, at the first operator that is seen."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Tape(_Listener):
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[_Entry] = []
@@ -51,7 +60,7 @@ class _Tape(TorchDispatchMode):
         return out
 
 
-class OperatorCount(TorchDispatchMode):
+class OperatorCount(_Listener):
     """Counts, while it is entered, the operators that a tape would keep: what computes, not what only looks."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from graphrunner.config.checkpoint_quantization import checkpoint_quantization
 from graphrunner.config.hf_model_config import architecture_of, model_config_from_hf
 from graphrunner.config.model_config import NATIVE_ARCHITECTURES, ModelConfig
 from graphrunner.core.errors import ModelLoadError
+from graphrunner.weights.config_cache import ConfigCache
 
 
 def model_config_from_folder(folder: Path) -> ModelConfig:
@@ -51,14 +52,25 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _with_defaults(folder: Path, raw: dict[str, object]) -> dict[str, object]:
+    """`raw` as transformers completes it, from the cache where it is there. See Note [a cached configuration]."""
+    cache = ConfigCache()
+    kept = cache.get(raw)
+    if kept is not None:
+        return kept
     from transformers import AutoConfig
 
     try:
-        return dict(AutoConfig.from_pretrained(str(folder), local_files_only=True).to_dict())
+        made = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        # Through JSON, so that this start reads what the next one will: lists for tuples, text for keys.
+        hf = dict(json.loads(json.dumps(made.to_dict(), default=str)))
     except Exception as error:  # transformers raises many kinds here; each means that this folder cannot be used
         first_line = str(error).strip().partition("\n")[0]
         name = raw.get("architectures") or raw.get("model_type")
         raise ModelLoadError(f"{folder}: unknown architecture or bad config ({name!r}): {first_line}") from error
+    hf.pop("_name_or_path", None)  # the same text in another folder is the same configuration
+    if type(made).__module__.startswith("transformers."):
+        cache.put(raw, hf)
+    return hf
 
 
 def _require_causal_lm(folder: Path, architecture: str, model_type: str) -> None:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.shapes import LLAMA_1B, LLAMA_8B, QWEN3_0_6B
-from graphrunner.kernels.triton import decode_attention as decode_attention_module
-from graphrunner.kernels.triton import linear_config, runtime
-from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata, ExtendMetadata
-from graphrunner.kernels.triton.decode_attention import DecodeAttentionConfig, decode_attention
+from graphrunner.kernels.triton import linear_config
+from graphrunner.kernels.triton.attention_common import AttentionLayer, ExtendMetadata
 from graphrunner.kernels.triton.linear_config import LinearMode, LinearShape
 from graphrunner.kernels.triton.linear_tuning import (
     LinearProblem,
@@ -103,91 +101,6 @@ def tune_linears(shapes: dict[str, Shape], row_counts: list[int], is_exhaustive:
         table[_key(problem)] = row
 
     tune_decode_linear(problems, DEVICE, max(1, (os.cpu_count() or 2) - 1), report, is_exhaustive)
-    return table
-
-
-def _attention_problem(shape: Shape, batch: int, place: torch.device, layers: int):
-    """Operands of decode attention at the benchmark's context."""
-    pages_per_row = CONTEXT // PAGE_SIZE
-    num_pages = 1 + batch * pages_per_row
-    size = (num_pages, PAGE_SIZE, shape.kv_heads, shape.head_dim)
-    real = place.type == "cuda"
-    caches = [
-        tuple(torch.empty(size, dtype=DTYPE, device=place).normal_() for _ in range(2))
-        for _ in range(layers)
-    ]  # fmt: skip
-    qkv = torch.ones(batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=DTYPE, device=place)
-    half = torch.ones(CONTEXT + 1, shape.head_dim // 2, device=place)
-    norm = torch.ones(shape.head_dim, device=place) if shape.has_qk_norm else None
-    layer = AttentionLayer(shape.head_dim**-0.5, half, half, norm, norm, shape.eps)
-    table = torch.zeros(batch + 1, pages_per_row, dtype=torch.int32, device=place)
-    last = torch.full((batch,), CONTEXT - 1, dtype=torch.int64, device=place)
-    slots = torch.zeros(batch, dtype=torch.int64, device=place)
-    if real:
-        table[1:] = (torch.randperm(num_pages - 1, device=place) + 1).view(batch, -1)
-        slots = table[1:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1
-    rows = torch.arange(1, batch + 1, dtype=torch.int32, device=place)
-    metadata = DecodeMetadata(last, slots, (last + 1).int(), rows, table)
-    return qkv, layer, caches, metadata
-
-
-def _compile_attention(job: tuple[Shape, int, DecodeAttentionConfig]) -> str:
-    shape, batch, config = job
-    meta = torch.device("meta")
-    try:
-        qkv, layer, caches, metadata = _attention_problem(shape, batch, meta, 1)
-        dtype = torch.float32 if config.num_splits > 1 else DTYPE
-        out = torch.empty(1, dtype=dtype, device=meta)
-        decode_attention_module.prepare_decode_attention(
-            qkv, layer, caches[0], metadata, config, DEVICE, (out, out)
-        ).compile()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, tuple]:
-    """Measure tiles and splits of decode attention; returns rows of TUNED_ATTENTION."""
-    jobs, table = {}, {}
-    sms = runtime.num_multiprocessors(DEVICE)
-    for shape in shapes.values():
-        for batch in batches:
-            for programs in (1, 2, 4, 8, 16, 32):
-                splits = decode_attention_module._num_splits(programs * sms, batch * shape.kv_heads)
-                for block_n in (32, 64, 128):
-                    for warps in (2, 4, 8):
-                        for stages in (2, 3, 4, 5):
-                            if block_n * shape.head_dim * 4 * (stages - 1) <= 200 << 10:
-                                config = DecodeAttentionConfig(splits, block_n, warps, stages)
-                                jobs.setdefault((shape, batch, config), programs)
-    compiled = {(s, c.num_splits > 1, c.block_n, c.num_warps, c.num_stages): (s, b, c) for s, b, c in jobs}
-    compile_all(_compile_attention, compiled.values(), max(1, (os.cpu_count() or 2) - 1))
-    for shape in shapes.values():
-        for batch in batches:
-            layers = max(2, min(shape.layers, 24, (512 << 20) // (shape.kv_bytes(batch) // shape.layers)))
-            qkv, layer, caches, metadata = _attention_problem(shape, batch, DEVICE, layers)
-            timings = []
-            for (s, b, config), programs in jobs.items():
-                if (s, b) != (shape, batch):
-                    continue
-                try:
-
-                    def chain(config=config, caches=caches, qkv=qkv, layer=layer, metadata=metadata):
-                        for cache in caches:
-                            decode_attention(qkv, layer, *cache, metadata, config)
-
-                    timings.append((time_in_graph(chain, layers), programs, config))
-                except Exception:
-                    torch.cuda.synchronize()
-            timings.sort(key=lambda timing: timing[0])
-            time_us, programs, config = timings[0]
-            rate = shape.kv_bytes(batch) / shape.layers / time_us / 1e6
-            sizes = f"{shape.kv_heads}x{shape.head_dim} batch {batch}"
-            worst_us = timings[-1][0]
-            print(f"tune attention {sizes}: {time_us:.1f} us {rate:.2f} TB/s {config} worst {worst_us:.1f}", flush=True)
-            key = decode_attention_module.attention_key(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
-            table[key] = (programs, config.block_n, config.num_warps, config.num_stages)
-            decode_attention_module.TUNED_ATTENTION[key] = table[key]
     return table
 
 

@@ -3,12 +3,14 @@
 A program owns one (request, key head, split of the sequence). It fills its ring of key and value tiles before the
 projection that makes qkv has finished (see linear_kernels, Note [weights before wait]): cached tokens depend on no
 kernel of this layer. The last split also normalises, rotates and stores the step's own keys and values.
-The number of splits is fixed by the batch size, so the grid is static inside a graph; the tiles of a sequence are
-shared out at run time whatever its length.
-Twin: reference.rope_store_attention. Source: split-KV decoding as in Flash-Decoding (Dao et al. 2023).
+The grid is fixed by the batch size, so that it is static inside a graph; the tiles of a sequence are shared out at run
+time, to fewer programs where it is short. Of the programs that share a sequence the last to arrive joins their results,
+in the order of the splits whatever the order of arrival.
+Twin: reference.rope_store_attention. Source: split-KV decoding as in Flash-Decoding (Dao et al. 2023); the join by the
+last arriver as in stream-K products.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -27,20 +29,11 @@ from graphrunner.kernels.triton.attention_common import (
     softmax_step,
     to_cache,
 )
-from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
+from graphrunner.kernels.triton.decode_attention_config import DecodeAttentionConfig, select_decode_config
 
 MAX_QUERY_WIDTH = 8
-_MAX_SPLITS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeAttentionConfig:
-    """Launch configuration: splits of the sequence, tokens a tile, warps, ring depth."""
-
-    num_splits: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 3
+_JOINED_VALUES = 4096
+"""Numbers a program joins at a time: 64 registers a thread where there are two warps."""
 
 
 @triton.jit
@@ -90,16 +83,50 @@ def _new_tokens_visible(
     return is_visible
 
 
-@triton.jit(do_not_specialize=["T", "max_pages", "SPLITS"])
+@triton.jit
+def _join_splits(
+    partial_ptr, lse_ptr, out_ptr, first_token, T, hk, num_splits, HQ: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, AT_A_TIME: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Weigh the splits' results of one (request, key head) by their sums, several splits at a time."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    s = tl.arange(0, AT_A_TIME)
+    is_row = r < GROUP * WIDTH
+    row = (first_token + r // GROUP).to(tl.int64) * HQ + hk * GROUP + r % GROUP
+    m = tl.full([ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for first in tl.range(0, num_splits, AT_A_TIME):
+        cell = (first + s).to(tl.int64)[:, None] * T * HQ + row[None, :]
+        is_cell = (first + s < num_splits)[:, None] & is_row[None, :]
+        lse = tl.load(lse_ptr + cell, mask=is_cell, other=-1.0e30, cache_modifier=".cg")
+        is_real = is_cell[:, :, None] & (d < D)[None, None, :]
+        part = tl.load(
+            partial_ptr + cell[:, :, None] * D + d[None, None, :], mask=is_real, other=0.0, cache_modifier=".cg"
+        )
+        new_m = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_m[None, :])
+        decay = tl.exp2(m - new_m)
+        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        m = new_m
+    joined = acc / total[:, None]
+    tl.store(out_ptr + row[:, None] * D + d[None, :], joined.to(dtype), mask=is_row[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "max_pages", "SPLITS", "MIN_TILES"])
 def _decode_attention_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, slot_mapping_ptr,
-    positions_ptr, query_start_loc_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, tree_mask_ptr, out_ptr, lse_ptr,
-    max_pages, T,
-    scale_log2, eps, soft_cap, v_scale, inverse_k_scale, inverse_v_scale, window, SPLITS,
+    positions_ptr, query_start_loc_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, tree_mask_ptr, out_ptr, partial_ptr,
+    lse_ptr, arrived_ptr, max_pages, T, scale_log2, eps, soft_cap, v_scale, inverse_k_scale, inverse_v_scale, window,
+    SPLITS, MIN_TILES,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, NEW: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_TREE: tl.constexpr, IS_FP8: tl.constexpr, IS_MIXED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, NEW: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, JOIN_ROWS: tl.constexpr,
+    AT_A_TIME: tl.constexpr, PAGE: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, IS_FP8: tl.constexpr,
+    IS_MIXED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     hk = tl.program_id(1)
@@ -125,7 +152,14 @@ def _decode_attention_kernel(
     if HAS_WINDOW:
         first_tile = tl.maximum(cached - window + 1, 0) // BLOCK_N
     last_tile = tl.cdiv(cached, BLOCK_N)
-    per_split = tl.cdiv(tl.maximum(last_tile - first_tile, 0), SPLITS)
+    num_tiles = tl.maximum(last_tile - first_tile, 1)
+    per_split = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
+    num_splits = tl.cdiv(num_tiles, per_split)
+    if IS_SPLIT:
+        if split >= num_splits:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            return
     start = first_tile + split * per_split
     # At least one turn, all masked if need be: the wait and the new tokens are in it.
     stop = tl.maximum(tl.minimum(start + per_split, last_tile), start + 1)
@@ -151,7 +185,7 @@ def _decode_attention_kernel(
             q = load_rotated(
                 qkv_ptr, q_rows, is_row, position, q_norm_ptr, cos_ptr, sin_ptr, eps, D, DP, HALF, HAS_Q_NORM
             ).to(dtype)
-            if split == SPLITS - 1:
+            if split == num_splits - 1:
                 k_new, v_new = _new_tokens(
                     qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_norm_ptr, cos_ptr, sin_ptr,
                     first_token, hk, eps, inverse_k_scale, inverse_v_scale, HQ, HK, D, DP, HALF, WIDTH, NEW, HAS_K_NORM,
@@ -167,80 +201,24 @@ def _decode_attention_kernel(
         scores = tl.dot(q, tl.trans(k.to(dtype)), input_precision="ieee")
         scores = masked_scores(scores, is_visible, scale_log2, soft_cap, HAS_CAP)
         m, total, acc = softmax_step(scores, is_visible, v.to(dtype), m, total, acc)
-    row = (split * T + first_token + w).to(tl.int64) * HQ + hk * GROUP + r % GROUP
     result = acc * (v_scale / tl.maximum(total, 1.0e-30))[:, None]
-    tl.store(
-        out_ptr + row[:, None] * D + d[None, :], result.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & (d < D)[None, :],
-    )  # fmt: skip
-    if IS_SPLIT:
+    row = (first_token + w).to(tl.int64) * HQ + hk * GROUP + r % GROUP
+    is_real = is_row[:, None] & (d < D)[None, :]
+    if num_splits == 1:
+        tl.store(out_ptr + row[:, None] * D + d[None, :], result.to(dtype), mask=is_real)
+    elif IS_SPLIT:
+        rows_before = split.to(tl.int64) * T * HQ
         lse = tl.where(total > 0.0, m + tl.log2(tl.maximum(total, 1.0e-30)), -1.0e30)
-        tl.store(lse_ptr + row, lse, mask=is_row)
-
-
-@triton.jit(do_not_specialize=["num_heads"])
-def _combine_kernel(
-    partial_ptr, lse_ptr, out_ptr, num_heads, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    SP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Join the splits of one (token, head).
-
-    Like a norm (norms._rms_norm_kernel) it lets its successor start before its own wait, and for the same reason: the
-    output projection behind it fetches weights while attention still runs.
-    """
-    i = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SP)
-    d = tl.arange(0, DP)
-    is_split = s < SPLITS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    lse = tl.load(lse_ptr + s * num_heads + i, mask=is_split, other=-1.0e30)
-    part = tl.load(
-        partial_ptr + (s.to(tl.int64) * num_heads + i)[:, None] * D + d[None, :],
-        mask=is_split[:, None] & (d < D)[None, :], other=0.0,
-    )  # fmt: skip
-    weight = tl.where(is_split, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-    joined = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + i * D + d, joined.to(out_ptr.dtype.element_ty), mask=d < D)
-
-
-def default_decode_config(
-    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
-) -> DecodeAttentionConfig:
-    """Splits that fill the card about twice, from sizes a graph key fixes; tiles that leave room for two programs."""
-    num_splits = _num_splits(2 * runtime.num_multiprocessors(device), num_requests * num_kv_heads)
-    padded_dim = runtime.next_power_of_2(head_dim)
-    block_n = max(16, min(128 if padded_dim <= 64 else 64, 8192 // padded_dim) // (2 if dtype.itemsize == 4 else 1))
-    return DecodeAttentionConfig(num_splits, block_n)
-
-
-def attention_key(num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Name of one entry of the table of measured configurations; requests are bucketed by powers of four."""
-    bucket = next((size for size in (1, 4, 16, 64) if num_requests <= size), 256)
-    return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/requests{bucket}"
-
-
-def select_decode_config(
-    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
-) -> DecodeAttentionConfig:
-    """The measured tiles for these sizes, else the default; the splits always follow from the sizes themselves."""
-    default = default_decode_config(num_requests, num_kv_heads, head_dim, device, dtype)
-    row = TUNED_ATTENTION.get(attention_key(num_requests, num_kv_heads, head_dim, device, dtype))
-    if row is None:
-        return default
-    programs_per_multiprocessor, block_n, num_warps, num_stages = row
-    pairs = num_requests * num_kv_heads
-    num_splits = _num_splits(programs_per_multiprocessor * runtime.num_multiprocessors(device), pairs)
-    return DecodeAttentionConfig(num_splits, block_n, num_warps, num_stages)
-
-
-def _num_splits(num_programs: float, pairs: int) -> int:
-    """The largest power of two that keeps the grid within num_programs."""
-    num_splits = 1
-    while num_splits * 2 * pairs <= num_programs and num_splits < _MAX_SPLITS:
-        num_splits *= 2
-    return num_splits
+        tl.store(partial_ptr + (rows_before + row)[:, None] * D + d[None, :], result, mask=is_real)
+        tl.store(lse_ptr + rows_before + row, lse, mask=is_row)
+        tl.debug_barrier()  # every thread's part is written before this program says so
+        cell_ptr = arrived_ptr + request * HK + hk
+        if tl.atomic_add(cell_ptr, 1, sem="acq_rel") == num_splits - 1:
+            _join_splits(
+                partial_ptr, lse_ptr, out_ptr, first_token, T, hk, num_splits, HQ, GROUP, D, DP, WIDTH, JOIN_ROWS,
+                AT_A_TIME, dtype,
+            )  # fmt: skip
+            tl.store(cell_ptr, 0)  # ready for the next layer
 
 
 def _flags(layer: AttentionLayer, metadata: DecodeMetadata, k_cache: Tensor) -> dict[str, bool]:
@@ -285,19 +263,7 @@ def decode_attention(
     if config is None:
         config = select_decode_config(metadata.seq_lens.shape[0], num_kv_heads, head_dim, qkv.device, qkv.dtype)
     out = qkv.new_empty(num_tokens, num_q_heads * head_dim)
-    if config.num_splits == 1:
-        prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, (out, out)).run()
-        return out
-    partial = qkv.new_empty(config.num_splits, num_tokens, num_q_heads, head_dim, dtype=torch.float32)
-    lse = qkv.new_empty(config.num_splits, num_tokens, num_q_heads, dtype=torch.float32)
-    prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, (partial, lse)).run()
-    num_heads = num_tokens * num_q_heads
-    pdl = runtime.use_dependent_launch(qkv.device)
-    runtime.launch(
-        _combine_kernel, (num_heads,),
-        partial, lse, out, num_heads, D=head_dim, DP=runtime.next_power_of_2(head_dim), SPLITS=config.num_splits,
-        SP=runtime.next_power_of_2(config.num_splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
+    prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, out).run()
     return out
 
 
@@ -323,7 +289,7 @@ def attend_single_tokens(
     )  # fmt: skip
     config = select_decode_config(num_requests, num_kv_heads, head_dim, qkv.device, qkv.dtype)
     config = replace(config, num_splits=1)  # a prompt's chunk beside them keeps the card busy
-    prepare_decode_attention(qkv, layer, (k_cache, v_cache), singles, config, qkv.device, (out, out)).run()
+    prepare_decode_attention(qkv, layer, (k_cache, v_cache), singles, config, qkv.device, out).run()
 
 
 def prepare_decode_attention(
@@ -333,7 +299,7 @@ def prepare_decode_attention(
     metadata: DecodeMetadata,
     config: DecodeAttentionConfig,
     device: torch.device,
-    outputs: tuple[Tensor, Tensor],
+    out: Tensor,
 ) -> runtime.Launch:
     """The launch of the attention kernel proper.
 
@@ -341,8 +307,7 @@ def prepare_decode_attention(
         qkv, layer, caches, metadata: as decode_attention; meta tensors do for compiling.
         config: launch configuration.
         device: where it will run.
-        outputs: the result twice for one split, else float32 partials [splits, T, Hq, D] and their log-sums
-            [splits, T, Hq].
+        out: [T, Hq * D], dtype of qkv.
     """
     k_cache, v_cache = caches
     _, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -350,24 +315,30 @@ def prepare_decode_attention(
     width, num_requests = metadata.query_width, metadata.seq_lens.shape[0]
     tables = (layer.cos, layer.sin, layer.q_norm_weight, layer.k_norm_weight, metadata.tree_mask)
     pdl = runtime.use_dependent_launch(device)
+    pairs = num_requests * num_kv_heads
+    padded_dim = runtime.next_power_of_2(head_dim)
+    num_rows = runtime.next_power_of_2(num_q_heads // num_kv_heads * width)
     operands = (
         qkv, k_cache, v_cache, metadata.page_table, metadata.request_rows, metadata.seq_lens, metadata.slot_mapping,
         metadata.positions, _or(metadata.query_start_loc, metadata.seq_lens),
-        *(_or(table, qkv) for table in tables), *outputs, metadata.page_table.shape[1],
-        qkv.shape[0], layer.scale * LOG2_E * layer.k_scale, layer.norm_eps, layer.soft_cap, layer.v_scale,
-        1.0 / layer.k_scale, 1.0 / layer.v_scale, layer.sliding_window, config.num_splits,
+        *(_or(table, qkv) for table in tables), out, *_split_buffers(config, qkv, num_q_heads, head_dim, pairs),
+        metadata.page_table.shape[1], qkv.shape[0], layer.scale * LOG2_E * layer.k_scale, layer.norm_eps,
+        layer.soft_cap, layer.v_scale, 1.0 / layer.k_scale, 1.0 / layer.v_scale, layer.sliding_window,
+        config.num_splits, config.min_tiles,
     )  # fmt: skip
     settings = _flags(layer, metadata, k_cache) | {
         "HQ": num_q_heads,
         "HK": num_kv_heads,
         "D": head_dim,
-        "DP": runtime.next_power_of_2(head_dim),
+        "DP": padded_dim,
         "HALF": layer.half_rotary_dim,
         "WIDTH": width,
-        "ROWS": max(16, runtime.next_power_of_2(num_q_heads // num_kv_heads * width)),
+        "ROWS": max(16, num_rows),
         "NEW": 16,
         "BLOCK_N": config.block_n,
         "IS_SPLIT": config.num_splits > 1,
+        "JOIN_ROWS": num_rows,
+        "AT_A_TIME": max(1, _JOINED_VALUES // (num_rows * padded_dim)),
         "PAGE": page_size,
         "STAGES": config.num_stages,
         "PDL": pdl,
@@ -376,6 +347,17 @@ def prepare_decode_attention(
     }
     grid = (config.num_splits, num_kv_heads, num_requests)
     return runtime.Launch(_decode_attention_kernel, grid, operands, settings)
+
+
+def _split_buffers(
+    config: DecodeAttentionConfig, qkv: Tensor, num_q_heads: int, head_dim: int, pairs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Results of the splits float32 [splits, T, Hq, D], their log-sums [splits, T, Hq], counters of arrivals."""
+    if config.num_splits == 1:
+        return qkv, qkv, qkv
+    size = config.num_splits, qkv.shape[0], num_q_heads
+    partial = qkv.new_empty(*size, head_dim, dtype=torch.float32)
+    return partial, qkv.new_empty(size, dtype=torch.float32), runtime.arrival_counters(qkv.device, pairs)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

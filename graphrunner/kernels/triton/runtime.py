@@ -70,6 +70,24 @@ def device_key(device: torch.device) -> str:
     return f"sm{major}{minor}x{count}"
 
 
+_MAX_ARRIVALS = 1 << 14
+
+
+@functools.lru_cache(maxsize=16)
+def _arrivals(device: torch.device) -> Tensor:
+    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+
+def arrival_counters(device: torch.device, num_cells: int) -> Tensor:
+    """Counters of the programs of a cell that have arrived, zero between kernels: int32, on the device, one a cell.
+
+    For kernels whose last arriver finishes the cell, and puts its counter back. One kernel uses them at a time: those
+    of one stream follow each other.
+    """
+    assert num_cells <= _MAX_ARRIVALS, f"{num_cells} cells"
+    return torch.empty(1, dtype=torch.int32, device="meta") if device.type == "meta" else _arrivals(device)
+
+
 def cdiv(value: int, divisor: int) -> int:
     """value / divisor, rounded up. Triton's own is meant for kernels, and costs a host 5 us."""
     return -(-value // divisor)

@@ -11,7 +11,6 @@ Source: split-K with a semaphore, as in CUTLASS's serial split-K reduction.
 """
 
 # pyright: reportGeneralTypeIssues=false
-import functools
 
 import torch
 import triton
@@ -21,8 +20,6 @@ from torch import Tensor
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.linear_config import LinearConfig
 from graphrunner.kernels.triton.linear_kernels import MODE_GATED, mma_epilogue
-
-_MAX_TILES = 1 << 14
 
 
 @triton.jit
@@ -97,15 +94,6 @@ def skinny_linear_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=16)
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters of finished splits, zero between products; int32, on the device, one a tile.
-
-    One product uses them at a time: those of one stream follow each other.
-    """
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-
-
 def row_block(config: LinearConfig, num_rows: int) -> int:
     """Rows of x a program multiplies."""
     if config.has_fixed_rows:
@@ -130,10 +118,9 @@ def split_buffers(config: LinearConfig, halves: int, grid: tuple[int, int, int],
     row_blocks, tiles, splits = grid
     if splits == 1:
         return like, like
-    assert tiles * row_blocks <= _MAX_TILES, f"{tiles} x {row_blocks} tiles"
     size = tiles * row_blocks * splits * halves * config.block_n * row_block(config, num_rows)
     partial = torch.empty(size, dtype=torch.float32, device=like.device)
-    return partial, (torch.empty(1, dtype=torch.int32, device="meta") if like.is_meta else _arrivals(like.device))
+    return partial, runtime.arrival_counters(like.device, tiles * row_blocks)
 
 
 def ask_ahead_bytes(config: LinearConfig, slice_bytes: int, device: torch.device) -> str:

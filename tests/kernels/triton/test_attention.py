@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from graphrunner.kernels import reference, reference_gpu
+from graphrunner.kernels.triton import decode_attention as decode_attention_module
 from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata, ExtendMetadata
-from graphrunner.kernels.triton.decode_attention import DecodeAttentionConfig, decode_attention
+from graphrunner.kernels.triton.decode_attention import decode_attention
+from graphrunner.kernels.triton.decode_attention_config import DecodeAttentionConfig
 from graphrunner.kernels.triton.gpu_ops import rope_store_attention
 from graphrunner.kernels.triton.prefill_attention import ExtendConfig, extend_attention
 
@@ -103,6 +105,19 @@ def test_decode_matches_twin(fields, num_splits, device):
     config = DecodeAttentionConfig(num_splits, 16)
     out = decode_attention(step.qkv, step.layer, step.k_cache, step.v_cache, step.decode_metadata(), config)
     step.check(out, expected=expected)
+
+
+@pytest.mark.parametrize("min_split_tokens", [0, 32, 1000])
+@pytest.mark.parametrize("width", [1, 3])
+def test_splits_of_unequal_sequences_join_whatever_their_number(width, min_split_tokens, device, monkeypatch):
+    """Twice: the counters of arrivals are back at zero after each. One split at a time, so that a join takes turns."""
+    monkeypatch.setattr(decode_attention_module, "_JOINED_VALUES", 1)
+    step = Step([width] * 4, [0, 60, 17, 48], device)
+    expected = step.expected()
+    config = DecodeAttentionConfig(16, 16, min_split_tokens=min_split_tokens)
+    for _ in range(2):
+        out = decode_attention(step.qkv, step.layer, step.k_cache, step.v_cache, step.decode_metadata(), config)
+        step.check(out, expected=expected)
 
 
 @pytest.mark.parametrize("width", [2, 5, 8])

@@ -23,6 +23,11 @@ def profile_call(call: Callable[[], object], device: str, num_steps: int = 1) ->
         kernels: {name: {"us", "count"}}, most time first.
         idle_us: when none ran, between the first one and the last.
     """
+    return by_kernel(device_events(call, device), num_steps)
+
+
+def device_events(call: Callable[[], object], device: str) -> list[tuple[int, int, str]]:
+    """What the device did during one call: (start, end, name) in nanoseconds, ordered by start."""
     is_gpu = device == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if is_gpu else torch.profiler.ProfilerActivity.CPU
     synchronize(device)
@@ -35,7 +40,7 @@ def profile_call(call: Callable[[], object], device: str, num_steps: int = 1) ->
         for event in profiler.profiler.kineto_results.events()
         if event.device_type() == kind and event.duration_ns() > 0
     ]
-    return by_kernel(sorted(events), num_steps)
+    return sorted(events)
 
 
 def by_kernel(events: list[tuple[int, int, str]], num_steps: int) -> dict:

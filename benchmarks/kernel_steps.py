@@ -289,7 +289,7 @@ def run_steps(shapes: dict[str, Shape], batches: list[int], bandwidth: float, is
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="0.6B,1B,8B", help="comma-separated: 0.6B, 1B, 8B")
+    parser.add_argument("--models", default="0.6B,1B,8B", help="comma-separated: 135M, 0.6B, 1B, 8B")
     parser.add_argument("--batches", default="1,2,4,8,16,64,256")
     parser.add_argument("--tune", action="store_true", help="measure configurations before the steps")
     parser.add_argument("--tune-rows", default="1,2,4,8,16")

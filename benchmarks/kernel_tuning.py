@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.shapes import LLAMA_1B, LLAMA_8B, QWEN3_0_6B
+from benchmarks.shapes import LLAMA_1B, LLAMA_8B, QWEN3_0_6B, SMOLLM2_135M
 from graphrunner.kernels.triton import linear_config
 from graphrunner.kernels.triton.attention_common import AttentionLayer, ExtendMetadata
 from graphrunner.kernels.triton.linear_config import LinearMode, LinearShape
@@ -19,7 +19,7 @@ from graphrunner.kernels.triton.linear_tuning import (
 from graphrunner.kernels.triton.prefill_attention import ExtendConfig, prepare_extend_attention
 from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 
-MODELS = {"0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
+MODELS = {"135M": SMOLLM2_135M, "0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
 PAGE_SIZE = 16
 CONTEXT = 1024
 EXTEND_TOKENS = 8192
@@ -98,6 +98,8 @@ def tune_linears(shapes: dict[str, Shape], row_counts: list[int], is_exhaustive:
         sizes = f"{problem.shape.mode.name.lower()} {problem.shape.num_outputs}x{problem.shape.num_inputs}"
         row = linear_config.config_to_row(best.config)
         print(f"tune {sizes} rows {problem.num_rows} {best.bandwidth_tb_s:.2f} TB/s {by_kind} {row}", flush=True)
+        for timing in timings[1:4]:
+            print(f"     then {timing.time_us:.1f} us {linear_config.config_to_row(timing.config)}", flush=True)
         table[_key(problem)] = row
 
     tune_decode_linear(problems, DEVICE, max(1, (os.cpu_count() or 2) - 1), report, is_exhaustive)

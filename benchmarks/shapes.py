@@ -68,6 +68,20 @@ LLAMA_8B = LLAMA_1B | {
     "tie_word_embeddings": False,
 }
 
+SMOLLM2_135M = LLAMA_1B | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""That of the model that comes with the package."""
+
 TINY = LLAMA_24M | {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -80,7 +94,7 @@ TINY = LLAMA_24M | {
 }
 
 GPU_SHAPES = {"0.6B": QWEN3_0_6B, "1B": LLAMA_1B, "8B": LLAMA_8B}
-ALL_SHAPES = GPU_SHAPES | {"tiny": TINY}
+ALL_SHAPES = GPU_SHAPES | {"135M": SMOLLM2_135M, "tiny": TINY}
 
 
 def write_config_folder(config: dict, folder: Path) -> Path:

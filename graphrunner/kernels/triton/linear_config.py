@@ -18,9 +18,12 @@ MAX_FUSED_ROWS = 16
 MAX_SKINNY_ROWS = ROW_BUCKETS[-1]
 _MAX_VECTOR_ROWS = 4
 _MIN_BLOCK_K = 64
+_COLUMNS_OF_16_BYTES = 8
+_MAX_CHUNKS = 16  # of a row, which the vector kernel keeps in registers
 _MAX_DEFAULT_SKINNY_ROWS = 64  # measured on an H200: above it the library is as fast or faster
 _LARGEST_FUSED_BYTES = 12 << 20  # measured on an H200 at 16 rows: above it the skinny kernel is faster
 _SKINNY_RING_BYTES = 96 << 10
+_MAX_MMA_STAGES = 3  # of 32 KiB of weights
 
 
 class LinearMode(IntEnum):
@@ -105,7 +108,7 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
     if any(side & (side - 1) for side in (config.block_n, config.block_k)):
         return False  # Triton's tiles have powers of two as sides
     if config.kind is LinearKind.VECTOR:
-        fits = shape.num_outputs % config.block_n == 0 and shape.num_inputs % config.block_k == 0
+        fits = shape.num_outputs % config.block_n == 0 and runtime.cdiv(shape.num_inputs, config.block_k) <= _MAX_CHUNKS
         return fits and num_rows <= _MAX_VECTOR_ROWS
     if config.kind is LinearKind.SKINNY:
         fits = shape.num_inputs % (config.slices * config.block_k) == 0
@@ -115,12 +118,9 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
             and num_rows <= MAX_SKINNY_ROWS
             and not (config.slices > 1 and shape.mode is LinearMode.ARGMAX)
         )
-    return (
-        dtype.itemsize == 2
-        and num_rows <= MAX_FUSED_ROWS
-        and shape.num_inputs % (config.slices * config.block_k) == 0
-        and config.block_n >= 16
-    )
+    if config.kind is LinearKind.WARPGROUP and shape.num_inputs % config.block_k != 0:
+        return False
+    return dtype.itemsize == 2 and num_rows <= MAX_FUSED_ROWS and config.block_n >= 16
 
 
 def default_config(
@@ -131,26 +131,66 @@ def default_config(
     Tiles of about 32 KiB, deep enough to keep the memory busy; the library where a tile would be ragged.
     """
     divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
-    if divisor < _MIN_BLOCK_K or shape.num_outputs < 64 or num_rows > _MAX_DEFAULT_SKINNY_ROWS:
+    if divisor < _COLUMNS_OF_16_BYTES or shape.num_outputs < 64 or num_rows > _MAX_DEFAULT_SKINNY_ROWS:
         return LIBRARY_CONFIG
     if num_rows <= 1 or (num_rows <= 2 and dtype.itemsize == 4):
-        tile_rows = 1 << (max(1, 4096 // shape.num_inputs).bit_length() - 1)
-        block_n = min(tile_rows, runtime.largest_power_of_two_divisor(shape.num_outputs))
-        block_k = min(divisor, 2048)
-        if shape.num_inputs // block_k > 16:
-            return LIBRARY_CONFIG
-        is_long = block_n * shape.num_inputs * dtype.itemsize > 24 << 10
-        return LinearConfig(LinearKind.VECTOR, block_n, block_k, num_warps=8, num_stages=3 if is_long else 4)
+        return _default_vector(shape, dtype, num_multiprocessors)
     if dtype is not torch.bfloat16:
         # A float16 row times the norm weight could overflow before the norm's factor is applied.
         return LIBRARY_CONFIG
     num_bytes = shape.num_outputs * shape.num_inputs * dtype.itemsize * (2 if shape.mode is LinearMode.GATED else 1)
     if num_rows > MAX_FUSED_ROWS or (num_rows > 8 and num_bytes > _LARGEST_FUSED_BYTES):
+        if divisor < _MIN_BLOCK_K:
+            return LIBRARY_CONFIG
         block_k = min(divisor, 64 if shape.mode is LinearMode.GATED else 128)
         return _default_skinny(shape, num_rows, block_k, num_multiprocessors)
-    slices = 4 if divisor >= 4 * _MIN_BLOCK_K else 1
-    block_k = min(divisor // slices, 128 if shape.mode is not LinearMode.GATED else 64)
-    return LinearConfig(LinearKind.MMA, 16, block_k, slices, num_warps=4, num_stages=4)
+    return _default_mma(shape)
+
+
+def padded_columns(num_inputs: int, columns_a_turn: int) -> int:
+    """Columns of x that a loop in such turns goes over; those past num_inputs are zeros nobody loads."""
+    return runtime.cdiv(num_inputs, columns_a_turn) * columns_a_turn
+
+
+def _default_vector(shape: LinearShape, dtype: torch.dtype, num_multiprocessors: int) -> LinearConfig:
+    """Tiles of about 8 KiB, fewer rows where the weight is too low to give every multiprocessor one.
+
+    A thread loads 16 bytes at once, so a chunk is wide even where the row's length has no large power of two in it.
+    """
+    whole_row = runtime.next_power_of_2(shape.num_inputs)
+    block_k = min(
+        (min(whole_row, width) for width in (2048, 1024, 512)),
+        key=lambda width: (padded_columns(shape.num_inputs, width), -width),
+    )
+    if runtime.cdiv(shape.num_inputs, block_k) > _MAX_CHUNKS:
+        return LIBRARY_CONFIG
+    tile_rows = 1 << (max(1, 4096 // shape.num_inputs).bit_length() - 1)
+    block_n = min(tile_rows, runtime.largest_power_of_two_divisor(shape.num_outputs))
+    while block_n > 1 and shape.num_outputs // block_n < num_multiprocessors:
+        block_n //= 2
+    tile_bytes = block_n * shape.num_inputs * dtype.itemsize
+    # A weight of few tiles: one a program, or those programs with a second one are waited for.
+    tiles_each = runtime.cdiv(shape.num_outputs // block_n, num_multiprocessors)
+    return LinearConfig(
+        LinearKind.VECTOR, block_n, block_k, num_warps=8 if tile_bytes > 16 << 10 else 4,
+        num_stages=3 if tile_bytes > 24 << 10 else 4, programs_per_multiprocessor=3 if tiles_each == 3 else 2,
+    )  # fmt: skip
+
+
+def _default_mma(shape: LinearShape) -> LinearConfig:
+    """All of K in one turn where registers hold it: every turn waits for its columns of x. Else in few turns."""
+    halves = 2 if shape.mode is LinearMode.GATED else 1
+    for slices, block_k in ((8, 64), (8, 128), (8, 256)):
+        if block_k * halves <= 256 and slices * block_k >= shape.num_inputs:
+            return LinearConfig(LinearKind.MMA, 16, block_k, slices, num_warps=slices, num_stages=2)
+    slices, block_k = min(
+        ((slices, 1024 // (slices * halves)) for slices in (4, 8)),
+        key=lambda sizes: padded_columns(shape.num_inputs, sizes[0] * sizes[1]),
+    )
+    turns = runtime.cdiv(shape.num_inputs, slices * block_k)
+    return LinearConfig(
+        LinearKind.MMA, 16, block_k, slices, num_warps=slices, num_stages=min(turns + 1, _MAX_MMA_STAGES)
+    )
 
 
 def _default_skinny(shape: LinearShape, num_rows: int, block_k: int, num_multiprocessors: int) -> LinearConfig:

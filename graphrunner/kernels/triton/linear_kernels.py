@@ -35,16 +35,26 @@ def gated(gate, up, IS_GELU: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(ptr, column, K: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """A load that reads 0 past column K, where there can be such columns; column broadcasts against ptr."""
+    if IS_RAGGED:
+        return tl.load(ptr, mask=column < K, other=0.0)
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
 def _activation_row(x_ptr, norm_weight_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr):
     """One row of x in chunks of BLOCK_K, times the norm weight; and the factor that finishes the norm."""
     k = tl.arange(0, BLOCK_K)
     chunks = ()
     squares = tl.zeros([BLOCK_K], tl.float32)
-    for c in tl.static_range(K // BLOCK_K):
-        x = tl.load(x_ptr + c * BLOCK_K + k).to(tl.float32)
+    for c in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        column = c * BLOCK_K + k
+        x = _load_columns(x_ptr + column, column, K, (c + 1) * BLOCK_K > K).to(tl.float32)
         if HAS_NORM:
             squares += x * x
-            x = x * tl.load(norm_weight_ptr + c * BLOCK_K + k).to(tl.float32)
+            x = x * _load_columns(norm_weight_ptr + column, column, K, (c + 1) * BLOCK_K > K).to(tl.float32)
         chunks = chunks + (x,)
     factor = 1.0
     if HAS_NORM:
@@ -70,7 +80,7 @@ def vector_linear_kernel(
     """CUDA-core version: a persistent program walks tiles of BLOCK_N whole weight rows; BLOCK_N divides N."""
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    CHUNKS: tl.constexpr = K // BLOCK_K
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     WIDTH: tl.constexpr = 2 * BLOCK_N if MODE == MODE_GATED else BLOCK_N
     r = tl.arange(0, WIDTH)
     k = tl.arange(0, BLOCK_K)
@@ -92,7 +102,8 @@ def vector_linear_kernel(
         tile_ptr = weight_ptr + (t * BLOCK_N + weight_row).to(tl.int64)[:, None] * K + k[None, :]
         w = ()
         for c in tl.static_range(CHUNKS):
-            w = w + (tl.load(tile_ptr + c * BLOCK_K),)
+            column = c * BLOCK_K + k[None, :]
+            w = w + (_load_columns(tile_ptr + c * BLOCK_K, column, K, (c + 1) * BLOCK_K > K),)
         if t == pid:
             if PDL:
                 tl.extra.cuda.gdc_wait()
@@ -154,6 +165,15 @@ def _weighted(x, norm_weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def _real(is_row, column, K: tl.constexpr, IS_RAGGED: tl.constexpr):
+    """Which of the rows' [slices, rows, columns] exist."""
+    if IS_RAGGED:
+        return is_row & (column < K)[:, None, :]
+    else:
+        return is_row
+
+
+@triton.jit
 def mma_epilogue(
     y, up, squares, n, b, tile, num_tiles, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps,
     ROWS, K: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -193,19 +213,23 @@ def mma_linear_kernel(
     SLICES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tensor-core version with a 3-D dot: SLICES slices of K side by side (one a warp), added at the end."""
+    """Tensor-core version with a 3-D dot: SLICES slices of K side by side (one a warp), added at the end.
+
+    K need not be whole slices: 576 columns are 9 slices of 64, and the other 7 of 16 read zeros, which costs nothing.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BLOCK_B)
     k = tl.arange(0, BLOCK_K)
     s = tl.arange(0, SLICES)
-    SLICE: tl.constexpr = K // SLICES
-    TURNS: tl.constexpr = SLICE // BLOCK_K
+    TURNS: tl.constexpr = (K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)
+    SLICE: tl.constexpr = TURNS * BLOCK_K
+    IS_RAGGED: tl.constexpr = SLICES * SLICE != K
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     is_row = (b < ROWS)[None, :, None]
+    column = s[:, None] * SLICE + k[None, :]
     row = tl.minimum(n, N - 1).to(tl.int64)
-    weight_offsets = s[:, None, None] * SLICE + row[None, :, None] * K + k[None, None, :]
-    x_offsets = s[:, None, None] * SLICE + b[None, :, None] * K + k[None, None, :]
-    norm_offsets = s[:, None] * SLICE + k[None, :]
+    weight_offsets = row[None, :, None] * K + column[:, None, :]
+    x_offsets = b[None, :, None] * K + column[:, None, :]
     up_ptr = weight_ptr + N.to(tl.int64) * K
     acc = tl.zeros([SLICES, BLOCK_N, BLOCK_B], tl.float32)
     up_acc = tl.zeros([SLICES, BLOCK_N, BLOCK_B], tl.float32)
@@ -213,26 +237,28 @@ def mma_linear_kernel(
     x = tl.zeros([SLICES, BLOCK_B, BLOCK_K], dtype)
     g = tl.zeros([SLICES, BLOCK_K], tl.float32)
     for i in tl.range(0, TURNS, num_stages=STAGES):
-        w = tl.load(weight_ptr + weight_offsets + i * BLOCK_K)
+        here = column + i * BLOCK_K
+        w = _load_columns(weight_ptr + weight_offsets + i * BLOCK_K, here[:, None, :], K, IS_RAGGED)
         if MODE == MODE_GATED:
-            w_up = tl.load(up_ptr + weight_offsets + i * BLOCK_K)
+            w_up = _load_columns(up_ptr + weight_offsets + i * BLOCK_K, here[:, None, :], K, IS_RAGGED)
         if i == 0:
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 if TRIGGER == 1:
                     tl.extra.cuda.gdc_launch_dependents()
-            x = tl.load(x_ptr + x_offsets, mask=is_row, other=0.0)
+            x = tl.load(x_ptr + x_offsets, mask=_real(is_row, here, K, IS_RAGGED), other=0.0)
             if HAS_NORM:
-                g = tl.load(norm_weight_ptr + norm_offsets).to(tl.float32)
+                g = _load_columns(norm_weight_ptr + column, here, K, IS_RAGGED).to(tl.float32)
         operand = x
         if HAS_NORM:
             squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 2)
             operand = _weighted(x, g[:, None, :], dtype)
         operand = tl.permute(operand, (0, 2, 1))
         if i + 1 < TURNS:
-            x = tl.load(x_ptr + x_offsets + (i + 1) * BLOCK_K, mask=is_row, other=0.0)
+            after = here + BLOCK_K
+            x = tl.load(x_ptr + x_offsets + (i + 1) * BLOCK_K, mask=_real(is_row, after, K, IS_RAGGED), other=0.0)
             if HAS_NORM:
-                g = tl.load(norm_weight_ptr + norm_offsets + (i + 1) * BLOCK_K).to(tl.float32)
+                g = _load_columns(norm_weight_ptr + after, after, K, IS_RAGGED).to(tl.float32)
         acc = tl.dot(w, operand, acc, input_precision="ieee")
         if MODE == MODE_GATED:
             up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")

@@ -26,15 +26,17 @@ from graphrunner.kernels.triton.linear_config import (
     LinearMode,
     LinearShape,
     is_valid,
+    padded_columns,
 )
 from graphrunner.kernels.triton.norms import rms_norm
 from graphrunner.kernels.triton.sample import ArgmaxPartials, argmax_partials
 
 _BYTES_PER_CHAIN = 192 << 20  # several times any L2
-_MAX_CHAIN = 48
+_MAX_CHAIN = 192
 _MIN_RING_BYTES, _MAX_RING_BYTES = 16 << 10, 208 << 10
 _TIMED_REPLAYS = 3
 _AHEAD_BYTES = 1024
+_MAX_INPUTS_OF_ONE_ROW_MMA = 2048  # one turn of the loop
 _EPS = 1e-6
 
 
@@ -75,7 +77,7 @@ def candidate_configs(problem: LinearProblem, is_exhaustive: bool = False) -> li
     found = [LIBRARY_CONFIG]
     if num_rows <= 2:
         found += _vector_candidates(problem, is_exhaustive)
-    if 2 <= num_rows <= MAX_FUSED_ROWS:
+    if num_rows <= MAX_FUSED_ROWS and (num_rows > 1 or shape.num_inputs <= _MAX_INPUTS_OF_ONE_ROW_MMA):
         found += _tensor_core_candidates(problem, is_exhaustive)
     if num_rows > 4:
         found += _skinny_candidates(problem, is_exhaustive)
@@ -86,45 +88,53 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
     """Tiles of whole rows: measured best at 16 KiB a tile, 3 or 4 tiles in flight, 2 or 3 programs."""
     shape = problem.shape
     row_bytes = shape.num_inputs * problem.dtype.itemsize * (2 if shape.mode is LinearMode.GATED else 1)
-    divisor = runtime.largest_power_of_two_divisor(shape.num_inputs)
+    whole_row = runtime.next_power_of_2(shape.num_inputs)
+    num_multiprocessors = runtime.num_multiprocessors(torch.device("cuda", 0))
     depths = itertools.product((2, 3, 4, 5), (1, 2, 3)) if is_exhaustive else ((4, 2), (3, 3), (3, 2))
     largest = 64 << 10 if is_exhaustive else 32 << 10
     found = []
     for (num_stages, programs), block_n, num_warps in itertools.product(depths, (1, 2, 4, 8, 16), (4, 8)):
         tile_bytes = block_n * row_bytes
-        fits = tile_bytes * num_stages >= _MIN_RING_BYTES and tile_bytes * num_stages * programs <= _MAX_RING_BYTES
-        is_good = tile_bytes <= largest and (tile_bytes >= 8 << 10 or is_exhaustive)
+        # Where all tiles run at once there is no ring to fill.
+        is_at_once = shape.num_outputs // block_n <= programs * num_multiprocessors
+        is_deep = is_at_once or tile_bytes * num_stages >= _MIN_RING_BYTES
+        fits = is_deep and tile_bytes * num_stages * programs <= _MAX_RING_BYTES
+        is_good = tile_bytes <= largest and (tile_bytes >= 8 << 10 or is_at_once or is_exhaustive)
         # A wide tile wants more threads, a narrow one fewer: the other pairings never won.
         is_paired = is_exhaustive or (num_warps == 8) == (tile_bytes > 16 << 10)
         if not is_exhaustive and (num_stages, programs) == (3, 2) and tile_bytes < 24 << 10:
             continue  # only for rows too long to keep more in flight
         if fits and is_good and is_paired:
             widths = (2048, 1024, 512) if is_exhaustive else (2048, 512)
-            for block_k in sorted({min(divisor, width) for width in widths}):
+            for block_k in sorted({min(whole_row, width) for width in widths}):
                 found.append(LinearConfig(LinearKind.VECTOR, block_n, block_k, 1, num_warps, num_stages, programs))
     return found
 
 
 def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[LinearConfig]:
     """Tiles of the tensor-core kernels; few turns of the loop win, for each waits for its rows of x."""
-    halves = 2 if problem.shape.mode is LinearMode.GATED else 1
+    halves, num_inputs = 2 if problem.shape.mode is LinearMode.GATED else 1, problem.shape.num_inputs
     if is_exhaustive:
         tiles = [
             (slices, block_n, block_k, num_stages)
             for slices, block_n, block_k, num_stages in itertools.product(
-                (1, 2, 4, 8), (16, 32, 64, 128), (64, 128, 256), (3, 4, 6)
+                (1, 2, 4, 8, 16), (16, 32, 64, 128), (64, 128, 256), (3, 4, 6)
             )
             if (block_n >= 64) == (slices == 1)
         ]
     else:
         tiles = [
             (4, 16, 256, 3), (4, 16, 256, 6), (8, 16, 256, 3), (8, 16, 128, 4), (4, 32, 64, 4), (4, 32, 128, 4),
-            (8, 32, 64, 4), (4, 16, 128, 4), (8, 16, 64, 4),
+            (8, 32, 64, 4), (4, 16, 128, 4), (8, 16, 64, 4), (16, 16, 64, 3), (16, 16, 128, 3),
         ]  # fmt: skip
     found = []
-    for slices, block_n, block_k, num_stages in tiles:
+    for slices, block_n, block_k, most_stages in tiles:
+        turns = runtime.cdiv(num_inputs, slices * block_k)
+        if padded_columns(num_inputs, slices * block_k) >= 2 * num_inputs:
+            continue  # half of the warps would have nothing to do
+        num_stages = min(most_stages, turns + 1)
         ring = slices * block_n * halves * block_k * problem.dtype.itemsize * num_stages
-        if 2 * _MIN_RING_BYTES <= ring <= _MAX_RING_BYTES:
+        if ring <= _MAX_RING_BYTES and (ring >= 2 * _MIN_RING_BYTES or num_stages > turns):
             kind = LinearKind.WARPGROUP if slices == 1 else LinearKind.MMA
             found.append(LinearConfig(kind, block_n, block_k, slices, max(slices, 4), num_stages))
     return found

@@ -1,5 +1,7 @@
 """Fused small-batch projections against their torch twins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,14 +15,18 @@ MMA = LinearConfig(LinearKind.MMA, block_n=16, block_k=32, slices=2, num_stages=
 WARPGROUP = LinearConfig(LinearKind.WARPGROUP, block_n=64, block_k=64, num_stages=2)
 SKINNY = LinearConfig(LinearKind.SKINNY, block_n=64, block_k=32, num_stages=2, block_b=16)
 SPLIT = LinearConfig(LinearKind.SKINNY, block_n=64, block_k=32, slices=2, num_stages=2, block_b=16)
-WIDTH, NUM_OUTPUTS, EPS = 128, 48, 1e-5
+ONE_TURN = LinearConfig(LinearKind.MMA, block_n=16, block_k=64, slices=4, num_stages=2)
+WIDTH, RAGGED_WIDTH, NUM_OUTPUTS, EPS = 128, 144, 48, 1e-5
 
 
-def _call(mode: LinearMode, num_rows: int, dtype: torch.dtype, device: torch.device, has_norm: bool, has_bias: bool):
+def _call(
+    mode: LinearMode, num_rows: int, dtype: torch.dtype, device: torch.device, has_norm: bool, has_bias: bool,
+    width: int = WIDTH,
+):  # fmt: skip
     num_weight_rows = NUM_OUTPUTS * (2 if mode is LinearMode.GATED else 1)
-    x = torch.randn(num_rows, WIDTH, dtype=dtype, device=device)
-    weight = torch.randn(num_weight_rows, WIDTH, dtype=dtype, device=device) * 0.1
-    norm_weight = torch.rand(WIDTH, device=device) + 0.5 if has_norm else None
+    x = torch.randn(num_rows, width, dtype=dtype, device=device)
+    weight = torch.randn(num_weight_rows, width, dtype=dtype, device=device) * 0.1
+    norm_weight = torch.rand(width, device=device) + 0.5 if has_norm else None
     bias = torch.randn(num_weight_rows, dtype=dtype, device=device) if has_bias else None
     residual = torch.randn(num_rows, NUM_OUTPUTS, dtype=dtype, device=device)
     out = torch.full((num_rows, NUM_OUTPUTS), float("nan"), dtype=dtype, device=device)
@@ -63,6 +69,19 @@ def test_tensor_core_kernels_match_twin(mode, config, device):
     """5 rows: neither a power of two nor a whole tile; 48 outputs: a ragged tile of the warpgroup kernel."""
     has_bias = mode in (LinearMode.PLAIN, LinearMode.RESIDUAL)
     _check(_call(mode, 5, torch.bfloat16, device, mode is not LinearMode.RESIDUAL, has_bias), config)
+
+
+@pytest.mark.parametrize("mode", list(LinearMode))
+@pytest.mark.parametrize(
+    ("config", "num_rows"), [(VECTOR, 2), (MMA, 3), (ONE_TURN, 8)], ids=["vector", "turns", "one turn"]
+)
+def test_rows_of_no_whole_number_of_chunks_match_twin(mode, config, num_rows, device):
+    """What lies past a row is the next one's: NaN after the last row, and 112 of 256 columns nobody has."""
+    dtype = torch.float32 if config is VECTOR else torch.bfloat16
+    call = _call(mode, num_rows, dtype, device, mode is not LinearMode.RESIDUAL, False, RAGGED_WIDTH)
+    padded = torch.full((call.weight.numel() + 256,), float("nan"), dtype=dtype, device=device)
+    padded[: call.weight.numel()] = call.weight.flatten()
+    _check(replace(call, weight=padded[: call.weight.numel()].view_as(call.weight)), config)
 
 
 @pytest.mark.parametrize("mode", list(LinearMode))
@@ -120,7 +139,7 @@ def test_overrides_survive_a_round_trip_through_the_cache_file(tmp_path, device,
 
 @pytest.mark.parametrize("width", [64, 96, 576, 896, 1024, 1536, 3072, 4864, 14336])
 @pytest.mark.parametrize("num_outputs", [50257, 49152, 576])
-@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_default_configuration_is_valid_for_any_shape(width, num_outputs, num_rows, dtype):
     for mode in LinearMode:

@@ -10,6 +10,7 @@ from graphrunner.config.engine_config import SchedulerConfig
 from graphrunner.core.scheduled_batch import SamplingNeed, ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant
 from graphrunner.engine.model_runner import ModelRunner
+from graphrunner.runner.base_graph_runner import BaseGraphRunner
 
 
 @torch.inference_mode()
@@ -26,6 +27,22 @@ def run_largest_steps(model_runner: ModelRunner, limits: SchedulerConfig) -> Non
     num_drafts = model_runner.request_table.draft_tokens.shape[1]
     if num_drafts:
         _run(model_runner, _verification(limits.max_num_seqs, num_drafts))
+
+
+@torch.inference_mode()
+def rehearse_prompts(model_runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Have drafts take in prompts of every recorded size that launches kernels of its own.
+
+    The target's part of such a step is recorded; theirs is not, and is met with the first prompt.
+    """
+    runner = model_runner.prefill_cuda_graph_runner
+    if not isinstance(runner, BaseGraphRunner):
+        return
+    for key in runner.telling_keys():
+        num_reqs = min(-(-key.num_tokens // limits.max_model_len), limits.max_num_seqs)
+        batch = _prompts(_spread(key.num_tokens, num_reqs, limits.max_model_len))
+        views = runner.capture_prepare(key)
+        model_runner.take_prompts(batch, views, runner.forward_over(views, key.variant))
 
 
 def _spread(num_tokens: int, num_reqs: int, limit: int) -> list[int]:

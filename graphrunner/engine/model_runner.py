@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import GenerationBatchResult, ModelOutput
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
@@ -108,6 +109,13 @@ class ModelRunner:
             prompt_logprobs=sampled.prompt_logprobs if isinstance(sampled, SampledTokens) else (),
             embeddings=self._embeddings(output, batch),
         )
+
+    def take_prompts(self, batch: ScheduledBatch, views: ForwardBatch, output: ModelOutput) -> None:
+        """Have the drafts, where a device makes them, take in a step of prompts that are nobody's."""
+        if self._speculation is not None and self._speculation.has_device_drafts:
+            token_ids = torch.zeros(batch.num_reqs, 1, dtype=torch.int32, device=views.input_ids.device)
+            states = output.hidden_states, output.aux_hidden_states
+            self._speculation.propose(DraftRound(batch, views, 0, token_ids, torch.ones_like(token_ids[:, 0]), *states))
 
     def _run(self, runner: BaseRunner, batch: ScheduledBatch) -> tuple[LoadedBatch, ModelOutput]:
         if self._check is not None:

@@ -11,7 +11,7 @@ from graphrunner.config.engine_config import CacheConfig, SchedulerConfig
 from graphrunner.core.errors import ConfigError, EngineStateError
 from graphrunner.core.sleep_level import SleepLevel
 from graphrunner.engine.graph_forecast import GraphForecast
-from graphrunner.engine.largest_step import run_largest_steps
+from graphrunner.engine.largest_step import rehearse_prompts, run_largest_steps
 from graphrunner.engine.memory_plan import DeviceMemory, estimated_graph_bytes, plan_device_pages
 from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.kvcache.pool import KVPool
@@ -164,6 +164,7 @@ class Residency:
                 run_largest_steps(self._model_runner, self._limits)
                 for runner in self._model_runner.graph_runners:
                     runner.rehearse()
+                rehearse_prompts(self._model_runner, self._limits)
         except Exception as cause:
             log.warning("kernels are compiled one by one, as they are met: %s: %s", type(cause).__name__, cause)
 

@@ -33,12 +33,18 @@ class DraftVocabulary(nn.Module):
     def __init__(self, size: int, target_size: int, device: torch.device) -> None:
         super().__init__()
         self._target_size = target_size
+        self._is_same = True
         self.register_buffer("target_ids", torch.arange(size, dtype=torch.int32, device=device))
 
     @property
     def is_reduced(self) -> bool:
         """Whether some tokens of the target cannot be drafted."""
         return len(self.target_ids) < self._target_size
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """int32 target ids of int draft ids, of any shape. In graph: yes."""
+        draft_ids = draft_ids.clamp(0, len(self.target_ids) - 1)  # in a rehearsal no kernel wrote them
+        return draft_ids.to(torch.int32) if self._is_same else self.target_ids[draft_ids]
 
     def slot(self, name: str) -> WeightSlot:
         """The checkpoint's table: target id minus draft id, int [W]."""
@@ -49,6 +55,7 @@ class DraftVocabulary(nn.Module):
         if int(ids.min()) < 0 or int(ids.max()) >= self._target_size:
             raise ModelLoadError(f"d2t leads to token {int(ids.max())}, the target has {self._target_size}")
         self.target_ids.copy_(ids.to(torch.int32))
+        self._is_same = False
 
 
 class DraftHead(nn.Module):
@@ -104,4 +111,4 @@ class DraftHead(nn.Module):
         best = ops.norm_linear_argmax(rows, weight, eps, self.packed)
         if best is None:
             best = self.forward(rows).argmax(-1)
-        return self.vocabulary.target_ids[best.long()]
+        return self.vocabulary.to_target(best)

@@ -69,6 +69,7 @@ class BaseDraftRunner(BaseGraphRunner):
 
     modes = frozenset({ForwardMode.DECODE, ForwardMode.VERIFY})
     needed_support = GraphSupport.UNIFORM
+    can_rehearse = True
 
     def __init__(
         self, capture: DraftCapture, *, widths: Sequence[int], width_inside: int | None = None, name: str

@@ -47,7 +47,8 @@ class BaseGraphRunner(BaseRunner):
         modes: the steps it takes.
         needed_support: what its attention must be able to do inside a graph.
         buffers: what its loads fill.
-        can_rehearse: whether its forward may run, on padding, with kernels that leave their results unwritten.
+        can_rehearse: whether its forward may run, on padding, with kernels that leave their results unwritten: what
+            torch itself looks up by one of these is clamped.
     """
 
     modes: frozenset[ForwardMode]
@@ -129,20 +130,25 @@ class BaseGraphRunner(BaseRunner):
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run the forwards of the list that launch all of its kernels, where `can_rehearse` says so.
+        """Run the forwards of the list that launch all of its kernels, where `can_rehearse` says so."""
+        for key in self.telling_keys():
+            self.forward_over(self.capture_prepare(key), key.variant)
 
-        Sizes between two powers of two share their kernels, but for what is cut to fill the card: both ends are run.
-        Without LOGITS, whose kernels are among those of SAMPLE.
+    def telling_keys(self) -> Sequence[ShapeKey]:
+        """Those of the list that launch all of its kernels; none where nothing is rehearsed.
+
+        Sizes between two powers of two share their kernels, but for what is cut to fill the card: both ends are among
+        them. Without LOGITS, whose kernels are among those of SAMPLE.
         """
         if self.is_lazy or not self.can_rehearse or self.backend.is_traced or not self._is_attention_able():
-            return
+            return ()
         keys = list(self.all_keys())
-        ends: dict[tuple[ForwardVariant, int], tuple[ShapeKey, ShapeKey]] = {}
+        ends: dict[tuple[ForwardVariant, int, int], tuple[ShapeKey, ShapeKey]] = {}
         for key in [key for key in keys if key.variant is not ForwardVariant.LOGITS] or keys:
-            group = key.variant, (key.num_tokens - 1).bit_length()
+            # Of runners whose sizes count tokens, the quotient has two values in a power of two, or a few.
+            group = key.variant, key.num_tokens // key.num_reqs, (key.num_tokens - 1).bit_length()
             ends[group] = (ends.get(group, (key, key))[0], key)
-        for key in dict.fromkeys(key for pair in ends.values() for key in pair):
-            self.forward_over(self.capture_prepare(key), key.variant)
+        return tuple(dict.fromkeys(key for pair in ends.values() for key in pair))
 
     def capture_pending(self) -> None:
         """Record what steps asked for and did not find (lazy capture). Called between steps."""

@@ -49,6 +49,8 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         name: in records and metrics.
     """
 
+    can_rehearse = True
+
     def __init__(
         self,
         context: RunnerContext,
@@ -70,7 +72,6 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         is_decode = query_width == 1
         self.modes = frozenset({ForwardMode.DECODE if is_decode else ForwardMode.VERIFY})
         self.needed_support = GraphSupport.DECODE if is_decode else GraphSupport.UNIFORM
-        self.can_rehearse = is_decode
         device, largest = context.device, self.sizes[-1]
         self._variants = tuple(variants)
         self._keys = {(size, v): ShapeKey(size * query_width, size, v) for size in self.sizes for v in self._variants}

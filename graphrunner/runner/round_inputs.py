@@ -117,5 +117,6 @@ class NewestInputs:
 
 def newest_read(input_ids: torch.Tensor, num_new: torch.Tensor, width: int) -> torch.Tensor:
     """int32 [R]: of input ids int32 [R * width], the last of each row that stands: the one before its newest token."""
-    starts = torch.arange(num_new.shape[0], device=num_new.device) * width
-    return input_ids.index_select(0, starts + (num_new - 1))
+    before = torch.arange(-1, num_new.shape[0] * width - 1, width, device=num_new.device)
+    # Clamped for a rehearsal, where nobody wrote the counts.
+    return input_ids.index_select(0, (before + num_new).clamp_(0, input_ids.shape[0] - 1))

@@ -39,7 +39,7 @@ def pick_drafts(
     if variant is ForwardVariant.GREEDY:
         return head.greedy(hidden_rows)
     scores = _noisy(head(hidden_rows), head.vocabulary.target_ids, rows, request_rows, positions)
-    return head.vocabulary.target_ids[scores.argmax(-1)]
+    return head.vocabulary.to_target(scores.argmax(-1))
 
 
 def best_drafts(
@@ -63,7 +63,7 @@ def best_drafts(
     if variant is not ForwardVariant.GREEDY:
         scores = _noisy(scores, head.vocabulary.target_ids, rows, request_rows, positions)
     best = scores.topk(count)
-    return head.vocabulary.target_ids[best.indices], best.values - scores.logsumexp(-1, keepdim=True)
+    return head.vocabulary.to_target(best.indices), best.values - scores.logsumexp(-1, keepdim=True)
 
 
 def _noisy(logits: Tensor, token_ids: Tensor, rows: SamplingRows, request_rows: Tensor, positions: Tensor) -> Tensor:

@@ -52,6 +52,11 @@ class Speculation:
         self._num_rounds = 0
         self._is_alarmed = False
 
+    @property
+    def has_device_drafts(self) -> bool:
+        """Whether the proposer reads steps that were launched."""
+        return isinstance(self.proposer, DeviceProposer)
+
     def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
         """See `DraftPlanner.plan`."""
         wanted = [

@@ -22,13 +22,14 @@ from triton.runtime import driver
 
 from graphrunner import LLM
 from graphrunner.attention.triton_attention import TritonAttention
-from graphrunner.engine import build_runners
-from graphrunner.engine.largest_step import run_largest_steps
+from graphrunner.engine import build_runners, largest_step
+from graphrunner.engine.largest_step import rehearse_prompts, run_largest_steps
+from graphrunner.engine.model_runner import ModelRunner
 from graphrunner.engine.residency import Residency
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.compile_server import OfflineDriver
 from graphrunner.layers import ops
-from graphrunner.runner import decode_cuda_graph_runner, gather_rows
+from graphrunner.runner import base_draft_runner, decode_cuda_graph_runner, draft_rows, gather_rows
 
 _NEW = {torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default}
 _PRODUCTS = {torch.ops.aten.mm.default: (0, 1), torch.ops.aten.addmm.default: (1, 2)}
@@ -44,7 +45,9 @@ class SkippedProducts(TorchDispatchMode):
         if func is torch.ops.aten.addmm_.default:
             return args[0]
         made = func(*args, **(kwargs or {}))
-        return made.fill_(1) if func in _NEW else made
+        if func not in _NEW:
+            return made
+        return made.fill_(torch.finfo(made.dtype).max if made.is_floating_point() else torch.iinfo(made.dtype).max)
 
 
 class StreamDriver(OfflineDriver):
@@ -66,6 +69,12 @@ def h200() -> Iterator[None]:
         (build_runners, "create_attention"): lambda device, is_batch_invariant=False: TritonAttention(),
         (decode_cuda_graph_runner, "gather_for"): lambda device, is_traced: gather_rows._cuda_gather(),
         (decode_cuda_graph_runner, "advance_for"): lambda device, n, is_traced: gather_rows._cuda_advance(device, n),
+        (decode_cuda_graph_runner, "advance_accepted_for"): lambda device, n, width, is_traced: (
+            gather_rows._cuda_advance_accepted(device, n, width)
+        ),
+        (base_draft_runner, "place_step_for"): lambda device, is_traced: draft_rows._cuda_kernels()[0],
+        (base_draft_runner, "place_round_for"): lambda device, is_traced: draft_rows._cuda_kernels()[1],
+        (base_draft_runner, "store_drafts_for"): lambda device, is_traced: draft_rows._cuda_kernels()[2],
         (Residency, "settle"): lambda self, clock, rehearsal: engines.append((self._model_runner, self._limits)),
     }
     patches = [mock.patch.object(owner, name, value) for (owner, name), value in values.items()]
@@ -95,6 +104,17 @@ def listening() -> Iterator[set[str]]:
     knobs.runtime.jit_cache_hook = None
 
 
+def _take_prompts(model_runner: ModelRunner) -> None:
+    """What a draft does with prompts of every recorded size, one of them and many."""
+    runner = model_runner.prefill_cuda_graph_runner
+    for key in runner.all_keys():
+        views = runner.capture_prepare(key)
+        output = runner.forward_over(views, key.variant)
+        for num_reqs in {1, key.num_reqs}:
+            lens = largest_step._spread(key.num_tokens, num_reqs, key.num_tokens)
+            model_runner.take_prompts(largest_step._prompts(lens), views, output)
+
+
 def main(folder: str, max_num_seqs: int, token_budget: int, speculative: str = "null") -> None:
     unread = {"load_format": "dummy", "skip_tokenizer_init": True} if folder else {}
     with h200():
@@ -108,11 +128,13 @@ def main(folder: str, max_num_seqs: int, token_budget: int, speculative: str = "
             run_largest_steps(model_runner, limits)
             for runner in model_runner.graph_runners:
                 runner.rehearse()
+            rehearse_prompts(model_runner, limits)
         with listening() as captured:
             run_largest_steps(model_runner, limits)
             for runner in model_runner.graph_runners:
                 for key in runner.all_keys():
                     runner.forward_over(runner.capture_prepare(key), key.variant)
+            _take_prompts(model_runner)
     print(json.dumps({"rehearsed": sorted(rehearsed), "captured": sorted(captured)}))
 
 

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import draft_making
 import pytest
 import torch
 
@@ -80,21 +82,51 @@ def test_every_kernel_of_a_start_compiles(config: dict[str, object], tmp_path) -
     assert len(told["captured"]) > 10 and json.loads(failed) == {}
 
 
+SHIPPED: dict[str, dict[str, object]] = {
+    "eagle": {"method": "eagle"},
+    "eagle tree": {"method": "eagle", "speculative_eagle_topk": 2},
+    "mtp": {"method": "mtp"},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+}
+MADE: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "draft_model": ("draft_model", lambda folder: write_config(folder, CONFIG | {"num_attention_heads": 2})),
+    "frozen_kv": ("frozen_kv_mtp", draft_making.frozen_kv),
+    "reduced vocabulary": ("eagle", draft_making.eagle3),
+}
+
+
+def write_config(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@OFFLINE
+@pytest.mark.parametrize("name", [*SHIPPED, *MADE])
+def test_a_rehearsal_names_all_that_drafts_launch(name: str, tmp_path) -> None:
+    """Whatever kernels that did not run leave behind, nothing is looked up out of range."""
+    target, config = "", SHIPPED.get(name)
+    if config is None:
+        method, make = MADE[name]
+        sizes = CONFIG if method == "draft_model" else draft_making.CONFIG | {"architectures": ["LlamaForCausalLM"]}
+        target = str(write_config(tmp_path / "target", sizes))
+        config = {"method": method, "num_speculative_tokens": 4, "model": str(make(tmp_path / "draft"))}
+    told = json.loads(run([str(HERE / "rehearsal.py"), target, "20", "128", json.dumps(config)]))
+    assert len(told["captured"]) > 20 and set(told["rehearsed"]) >= set(told["captured"])
+
+
 @OFFLINE
 @pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({"method": "eagle", "speculative_eagle_topk": 2}, id="eagle tree"),
-        pytest.param({"method": "eagle"}, id="eagle", marks=pytest.mark.slow),
-        pytest.param({"method": "mtp"}, id="mtp", marks=pytest.mark.slow),
-        pytest.param({"method": "ngram", "num_speculative_tokens": 4}, id="ngram", marks=pytest.mark.slow),
-    ],
+    "name", ["eagle tree", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "mtp", "ngram"))]
 )
-def test_drafts_launch_kernels_that_compile(config: dict[str, object], tmp_path) -> None:
-    told = json.loads(run([str(HERE / "rehearsal.py"), "", "1", "64", json.dumps(config)]))
-    (tmp_path / "orders.json").write_text(json.dumps(sorted(set(told["captured"]) - set(told["rehearsed"]))))
+def test_drafts_launch_kernels_that_compile(name: str, tmp_path) -> None:
+    plain, told = (
+        json.loads(run([str(HERE / "rehearsal.py"), "", "1", "64", json.dumps(config)]))["captured"]
+        for config in (None, SHIPPED[name])
+    )
+    (tmp_path / "orders.json").write_text(json.dumps(sorted(set(told) - set(plain))))
     failed = run([str(HERE / "compile_orders.py"), str(tmp_path / "orders.json")], TRITON_CACHE_DIR=str(tmp_path))
-    assert len(told["captured"]) > 10 and json.loads(failed) == {}
+    assert len(told) > 10 and json.loads(failed) == {}
 
 
 @OFFLINE

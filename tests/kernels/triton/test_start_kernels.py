@@ -102,7 +102,13 @@ def write_config(folder: Path, config: dict[str, object]) -> Path:
 
 
 @OFFLINE
-@pytest.mark.parametrize("name", [*SHIPPED, *MADE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("eagle tree", "draft_model", "frozen_kv") else pytest.mark.slow)
+        for name in (*SHIPPED, *MADE)
+    ],
+)
 def test_a_rehearsal_names_all_that_drafts_launch(name: str, tmp_path) -> None:
     """Whatever kernels that did not run leave behind, nothing is looked up out of range."""
     target, config = "", SHIPPED.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -90,6 +91,7 @@ class Residency:
             device.trim()
             clock.lap("kernels")
         if device.has_own_memory:
+            gc.collect()  # recordings do not, and what garbage holds of the device would be held all through
             step_bytes = device.peak_bytes(lambda: run_largest_steps(self._model_runner, self._limits))
             device.trim()
             clock.lap("largest step")
@@ -126,6 +128,8 @@ class Residency:
             if self._level is SleepLevel.DROP:
                 self._reload()
             self.pool.reopen()
+            if self.pool.device.has_own_memory:
+                gc.collect()
             _capture(self._model_runner.graph_runners)
             self.pool.commit(self.pool.num_pages)
         except (MemoryError, torch.OutOfMemoryError) as cause:

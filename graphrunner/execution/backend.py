@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Forward = Callable[[], ModelOutput]
 
-NUM_FIRST_WARMUPS, NUM_WARMUPS = 2, 1
-"""Calls before a backend's first recording, and before each other: the first compiles, loads and sets up what all
-share, the second runs as the recording will; later keys bring only kernels of their own."""
+NUM_FIRST_WARMUPS = 2
+"""Calls before a backend's first recording: one compiles, loads and sets up what all keys share, the next runs as the
+recording will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ExecutionBackend(ABC):
 
     @abstractmethod
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
-        """Record `forward` under `key`: two warm-up calls for the first key, one for others, then the recording.
+        """Record `forward` under `key`, after warm-up calls where the backend needs them.
 
         Args:
             key: shape being recorded; recording it again replaces the old one.
@@ -118,7 +118,6 @@ def batch_at_break(recorded: ForwardBatch, active: ForwardBatch) -> ForwardBatch
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """No garbage collection inside: one in the middle of a recording may free memory that the recording uses."""
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

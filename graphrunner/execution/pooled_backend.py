@@ -1,4 +1,10 @@
-"""What backends share that record into one memory pool: warm-ups, the pool's life, recordings by key."""
+"""What backends share that record into one memory pool: warm-ups, the pool's life, recordings by key.
+
+Note [warm-ups]. The first call of a forward may do what no recording can hold: load a kernel, make a library's
+workspace. A backend's first key brings nearly all of that, so it alone is warmed up beforehand. Any other is recorded
+at once; where that breaks, what it lacked is its own: it is warmed up then, and recorded anew. What must exist before
+a recording but would not break one, as a counter that starts at zero, has to refuse to be made inside of one.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +19,15 @@ from graphrunner.core.shape_key import ShapeKey
 from graphrunner.device.device import Device, GraphPool, Stream
 from graphrunner.execution.backend import (
     NUM_FIRST_WARMUPS,
-    NUM_WARMUPS,
     CaptureStats,
     ExecutionBackend,
     Forward,
     capture_error,
     recording_scope,
 )
+from graphrunner.telemetry.log import get_logger
+
+log = get_logger(__name__)
 
 
 class Recording(Protocol):
@@ -43,7 +51,7 @@ class Recording(Protocol):
 
 
 class PooledBackend(ExecutionBackend):
-    """Records a forward after its warm-ups, into a pool that is held for as long as any recording lives.
+    """Records forwards into a pool that is held for as long as any recording lives.
 
     Args:
         device: where to record.
@@ -65,23 +73,20 @@ class PooledBackend(ExecutionBackend):
         return recording_scope(self._device, stream)
 
     def capture_one(self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None = None) -> CaptureStats:
-        """See `ExecutionBackend.capture_one`."""
+        """See `ExecutionBackend.capture_one` and Note [warm-ups]."""
         device, start_s, reserved = self._device, time.perf_counter(), self._device.reserved_bytes()
         self._drop(key)
-        recording = self._new_recording()
         try:
-            for _ in range(NUM_WARMUPS if self._recordings else NUM_FIRST_WARMUPS):
-                forward()
-                if reset is not None:
-                    reset()
-            device.synchronize()
-            output = recording.record(forward)
+            if not self._recordings:
+                self._warm_up(forward, reset, NUM_FIRST_WARMUPS)
+                recorded = self._record(forward)
+            else:
+                recorded = self._record_at_once(key, forward, reset)
         except Exception as cause:
-            recording.release()
             raise capture_error(key, cause) from cause
-        self._recordings[key] = (recording, output)
+        self._recordings[key] = recorded
         memory_bytes = max(0, device.reserved_bytes() - reserved)
-        return CaptureStats(recording.num_nodes(), (time.perf_counter() - start_s) * 1e3, memory_bytes)
+        return CaptureStats(recorded[0].num_nodes(), (time.perf_counter() - start_s) * 1e3, memory_bytes)
 
     def can_run(self, key: ShapeKey) -> bool:
         """See `ExecutionBackend.can_run`."""
@@ -102,6 +107,35 @@ class PooledBackend(ExecutionBackend):
         for key in list(self._recordings):
             self._drop(key)
         self._pool.release()
+
+    def _record_at_once(
+        self, key: ShapeKey, forward: Forward, reset: Callable[[], None] | None
+    ) -> tuple[Recording, ModelOutput]:
+        try:
+            return self._record(forward)
+        except Exception as cause:
+            log.debug("%s: warmed up and recorded again after %s: %s", key, type(cause).__name__, cause)
+        # Out of the handler: the error's frames hold what the broken recording allocated.
+        if reset is not None:
+            reset()
+        self._warm_up(forward, reset, 1)
+        return self._record(forward)
+
+    def _warm_up(self, forward: Forward, reset: Callable[[], None] | None, count: int) -> None:
+        for _ in range(count):
+            forward()
+            if reset is not None:
+                reset()
+        self._device.synchronize()
+
+    def _record(self, forward: Forward) -> tuple[Recording, ModelOutput]:
+        """One recording; one that breaks gives back what it took."""
+        recording = self._new_recording()
+        try:
+            return recording, recording.record(forward)
+        except BaseException:
+            recording.release()
+            raise
 
     def _drop(self, key: ShapeKey) -> None:
         entry = self._recordings.pop(key, None)

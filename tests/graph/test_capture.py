@@ -18,6 +18,7 @@ from graphrunner.execution.registry import create_execution_backend
 BACKENDS = [GraphBackend.RECORDING, GraphBackend.FULL, GraphBackend.BREAKABLE]
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.value)
 KEY = ShapeKey(2, 2, ForwardVariant.LOGITS)
+OTHER = ShapeKey(1, 1, ForwardVariant.LOGITS)
 
 
 @backends
@@ -61,15 +62,16 @@ def test_a_failed_key_stays_unrecorded(backend: GraphBackend, device: torch.devi
     def breaks() -> ModelOutput:
         calls.append(1)
         out = state * 2
-        if len(calls) > (0 if backend is GraphBackend.RECORDING else 2):  # past the warm-ups
+        if backend is GraphBackend.RECORDING or len(calls) != 2:  # the warm-up after the first attempt
             raise ValueError("no\nway")
         return ModelOutput(logits=out)
 
     with execution.capture_session():
         execution.capture_one(KEY, fine)
+        execution.capture_one(OTHER, fine)
         with pytest.raises(CaptureError, match=r"2t x 2r logits: ValueError: no$"):
             execution.capture_one(KEY, breaks)
-    assert not execution.can_run(KEY)
+    assert not execution.can_run(KEY) and len(calls) == (1 if backend is GraphBackend.RECORDING else 3)
     with execution.capture_session():
         stats = execution.capture_one(KEY, fine)
     assert execution.can_run(KEY) and stats.capture_ms > 0
@@ -125,8 +127,11 @@ def test_progress_counts_every_key() -> None:
     assert said[0][0].startswith("decode_cuda_graph_runner 8t x 8r") and "MiB free" in said[0][0]
 
 
-@pytest.mark.parametrize("backend", [GraphBackend.FULL, GraphBackend.BREAKABLE])
-def test_only_the_first_key_is_warmed_up_twice(backend: GraphBackend, device: torch.device) -> None:
+pooled = pytest.mark.parametrize("backend", [GraphBackend.FULL, GraphBackend.BREAKABLE], ids=lambda b: b.value)
+
+
+@pooled
+def test_only_the_first_key_is_warmed_up(backend: GraphBackend, device: torch.device) -> None:
     execution = create_execution_backend(backend, device)
     state, calls = torch.zeros(2, device=device), []
 
@@ -140,8 +145,72 @@ def test_only_the_first_key_is_warmed_up_twice(backend: GraphBackend, device: to
             execution.capture_one(replace(KEY, num_tokens=num_reqs, num_reqs=num_reqs), forward)
             counts.append(len(calls))
             calls.clear()
-    assert counts == [3, 2, 2]
+    assert counts == [3, 1, 1]
     execution.close()
+    with execution.capture_session():
+        execution.capture_one(KEY, forward)
+    assert len(calls) == 3, "nothing that the first set up is sure to be there after a close"
+
+
+@pooled
+def test_what_a_first_call_sets_up_is_set_up_outside_of_a_recording(
+    backend: GraphBackend, device: torch.device
+) -> None:
+    execution = create_execution_backend(backend, device)
+    counter, made, resets = torch.zeros(1, device=device), [], []
+
+    def forward() -> ModelOutput:
+        counter.add_(1)
+        if not made:
+            made.append(counter.sum().item())  # as a library that asks for the device's answer at its first call
+        return ModelOutput(logits=counter.clone())
+
+    def reset() -> None:
+        resets.append(1)
+        counter.zero_()
+
+    with execution.capture_session():
+        execution.capture_one(OTHER, lambda: ModelOutput(logits=counter + 1))
+        stats = execution.capture_one(KEY, forward, reset)
+    assert len(resets) == 2, "after the attempt that broke, and after the warm-up"
+    assert made == [1.0] and stats.num_nodes == 2
+    counter.zero_()
+    assert [execution.replay(KEY).logits.item() for _ in range(3)] == [1, 2, 3]
+    assert execution.replay(OTHER).logits.item() == 4
+
+
+@pooled
+def test_a_recording_that_breaks_is_given_back_before_the_next_attempt(
+    backend: GraphBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execution = create_execution_backend(backend, device)
+    events: list[str] = []
+    made = type(execution)._new_recording
+
+    def new_recording(self: object) -> object:
+        recording = made(self)
+        release = recording.release
+        events.append("new")
+        recording.release = lambda: (events.append("released"), release())
+        return recording
+
+    state = torch.zeros(2, device=device)
+
+    def breaks() -> ModelOutput:
+        events.append("call")
+        if events.count("call") != 2:
+            raise KeyboardInterrupt if events.count("call") == 3 else ValueError("no")
+        return ModelOutput(logits=state + 1)
+
+    with execution.capture_session():
+        execution.capture_one(OTHER, lambda: ModelOutput(logits=state + 1))
+        monkeypatch.setattr(type(execution), "_new_recording", new_recording)
+        with pytest.raises(KeyboardInterrupt):
+            execution.capture_one(KEY, breaks)
+    assert events == ["new", "call", "released", "call", "new", "call", "released"]
+    assert not execution.can_run(KEY) and execution.can_run(OTHER)
+    state.fill_(2)
+    assert execution.replay(OTHER).logits.tolist() == [3, 3]
 
 
 def test_first_capture_failure_of_breakable_inside_a_break() -> None:

@@ -75,6 +75,9 @@ _MAX_ARRIVALS = 1 << 14
 
 @functools.lru_cache(maxsize=16)
 def _arrivals(device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The zeros would be written by that recording's replays, and by no other's.
+        raise RuntimeError("counters of arrived programs cannot be made inside a recording")
     return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
@@ -83,6 +86,9 @@ def arrival_counters(device: torch.device, num_cells: int) -> Tensor:
 
     For kernels whose last arriver finishes the cell, and puts its counter back. One kernel uses them at a time: those
     of one stream follow each other.
+
+    Raises:
+        RuntimeError: their first use is inside a recording.
     """
     assert num_cells <= _MAX_ARRIVALS, f"{num_cells} cells"
     return torch.empty(1, dtype=torch.int32, device="meta") if device.type == "meta" else _arrivals(device)

@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graphrunner.config.engine_config import GraphBackend
+from graphrunner.core.outputs import ModelOutput
+from graphrunner.core.shape_key import ForwardVariant, ShapeKey
+from graphrunner.execution.registry import create_execution_backend
 from graphrunner.kernels import reference
-from graphrunner.kernels.triton import decode_linear, linear_config
+from graphrunner.kernels.triton import decode_linear, linear_config, runtime
 from graphrunner.kernels.triton.linear_config import LinearConfig, LinearKind, LinearMode
 from graphrunner.kernels.triton.sample import ArgmaxPartials, reduce_argmax
 
@@ -94,6 +98,37 @@ def test_skinny_kernel_matches_twin(mode, num_rows, config, device):
     has_bias = mode in (LinearMode.PLAIN, LinearMode.RESIDUAL)
     for _ in range(2):
         _check(_call(mode, num_rows, torch.bfloat16, device, mode is not LinearMode.RESIDUAL, has_bias), config)
+
+
+def test_counters_of_a_split_product_are_not_made_in_a_recording(monkeypatch):
+    runtime._arrivals.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="inside a recording"):
+            runtime._arrivals(torch.device("cuda"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert not runtime._arrivals(device).any(), "the failure was not remembered"
+
+
+@pytest.mark.cuda
+def test_a_split_product_is_recorded_though_its_counters_were_not_there(device):
+    runtime._arrivals.cache_clear()
+    call = _call(LinearMode.PLAIN, 9, torch.bfloat16, device, True, False)
+    execution = create_execution_backend(GraphBackend.FULL, device)
+
+    def forward() -> ModelOutput:
+        decode_linear.launch_linear(call, SPLIT)
+        return ModelOutput(logits=call.out + 0)
+
+    keys = [ShapeKey(size, size, ForwardVariant.LOGITS) for size in (9, 8)]
+    with torch.inference_mode(), execution.capture_session():
+        execution.capture_one(keys[0], lambda: ModelOutput(logits=call.x + 0))
+        execution.capture_one(keys[1], forward)
+    for _ in range(2):
+        call.out.fill_(float("nan"))
+        made = execution.replay(keys[1]).logits.float()
+        torch.testing.assert_close(made, _expected(call), atol=3e-2, rtol=3e-2)
+    execution.close()
 
 
 def test_projection_without_norm(device):

@@ -6,10 +6,13 @@
 `text` runs a real model (default: the embedded one; a GGUF file or a checkpoint folder elsewhere) over prompts of three
 kinds, one at a time, greedily, plain and with each method at its most drafts. `shape` runs random weights of an 8B
 shape (on a CPU: a tiny one) with a stand-in draft of given acceptance and adaptive k, by batch, against an engine
-without speculation. Both sides of every ratio are the better of two timed runs after one that records. Host time is a
-round's wall time without the wait for the device's tokens and without graph launches, a median over the rounds of the
-timed runs. Every figure is printed and saved as soon as it is measured. Nothing new begins after `--max-seconds`
-of the process, of which `text` gets 45% when `shape` is to follow. What each part and each start took is printed.
+without speculation. Both sides of every ratio are the better of two timed runs, in neither of which a graph was
+recorded or a kernel compiled or loaded: runs that meet such a thing are done again. Host time is a round's wall time
+without the wait for the device's tokens and without graph launches, a median over the rounds of timed runs; on a card
+some hundred rounds of the same prompts come before them, since the caches of a server at work are warm.
+
+Every figure is printed and saved as soon as it is measured. Nothing new begins after `--max-seconds` of the process, of
+which `text` gets 45% when `shape` is to follow. What each part and each start took is printed.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ def measured(args: argparse.Namespace) -> dict:
         spent("text")
     if "shape" in parts:
         result["shape"] = {"acceptance": stand_in_proposer.ACCEPTANCE, "is_8b": is_gpu, "rows": []}
-        for row in shape_rows(is_gpu, args.num_tokens if is_gpu else min(args.num_tokens, 64), has_time):
+        for row in shape_rows(is_gpu, None if is_gpu else min(args.num_tokens, 64), has_time):
             add(result["shape"]["rows"], row)
         spent("shape")
     return result
@@ -91,7 +94,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default="text,shape")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--num-prompts", type=int, default=8, help="of each kind")
-    parser.add_argument("--num-tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument(
+        "--num-tokens", type=int, default=128, help="most tokens of an answer; on a card not of `shape`"
+    )
     parser.add_argument("--max-seconds", type=float, default=float("inf"))
     parser.add_argument("--json")
     parser.add_argument("--plot")

@@ -32,8 +32,9 @@ def table(result: dict) -> Iterator[str]:
 
 
 def _text_table(result: dict, rows: Sequence[dict]) -> Iterator[str]:
-    yield f"Real text, one request at a time, greedy, {result['device']}. Drafts that stand are counted without the"
-    yield "token that the target adds in each round; tokens a round are counted with it."
+    yield f"Real text, one request at a time, greedy, {result['device']}. Two counts of the same rounds: *drafts that"
+    yield "stand* leave out the token that the target adds in each round; *tokens a round* have it in, as vLLM's"
+    yield "mean acceptance length does."
     yield ""
     yield _TEXT_HEAD
     yield "|---" * (_TEXT_HEAD.count("|") - 1) + "|"

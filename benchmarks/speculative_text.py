@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from round_probe import device_ms, timed_rounds, waits_in_rounds
-from speculative_engine import acceptance_by_position, finished, mean_accepted, opened
+from speculative_engine import acceptance_by_position, finished, mean_accepted, opened, warm_runs
 from speculative_prompts import PROMPTS
 
 ROOT = Path(__file__).parent.parent
@@ -88,12 +88,10 @@ def _method_rows(plan: TextPlan, name: str) -> list[dict]:
     options: dict[str, object] = {
         "device": "cuda" if plan.is_gpu else "cpu", "max_model_len": 1024, "max_num_seqs": 1, "decode_sizes": [1],
         "prefill_sizes": [64, 256, 512] if plan.is_gpu else None, "num_pages": 129, "enable_prefix_caching": False,
-        # The first start compiles the kernels of all, many at once. The others record the few shapes that they meet.
-        "capture": "eager" if name == "plain" else "lazy",
     }  # fmt: skip
     with opened(plan.model, speculative_config=config, **options) as llm:
         prompts = {kind: _prompts(llm, texts) for kind, texts in plan.prompts.items()}
-        _warm_up(llm, next(iter(prompts.values())))
+        _warm_up(llm, [prompt for given in prompts.values() for prompt in given], plan)
         rows = [_row(llm, plan, name, kind, given) for kind, given in prompts.items()]
         if plan.is_gpu:
             rows[0] |= _device_figures(llm, next(iter(prompts.values()))[0], is_plain=name == "plain")
@@ -104,12 +102,13 @@ def _prompts(llm, texts: Sequence[tuple[str, bool]]) -> list[object]:
     return [llm.chat_prompt([{"role": "user", "content": text}]) if is_chat else text for text, is_chat in texts]
 
 
-def _warm_up(llm, prompts: Sequence[object]) -> None:
-    """Records what lazy capture owes: a shape runs eagerly once, and is recorded before the next step."""
+def _warm_up(llm, prompts: Sequence[object], plan: TextPlan) -> None:
+    """All prompts once on a card: some hundred rounds. One of them elsewhere, where a round is long."""
     from graphrunner import SamplingParams
 
-    for _ in range(2):
-        llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=plan.num_tokens if plan.is_gpu else 24, ignore_eos=True)
+    for prompt in prompts if plan.is_gpu else prompts[:1]:
+        llm.generate([prompt], params, use_tqdm=False)
 
 
 def _row(llm, plan: TextPlan, name: str, kind: str, prompts: Sequence[object]) -> dict:
@@ -124,7 +123,7 @@ def _row(llm, plan: TextPlan, name: str, kind: str, prompts: Sequence[object]) -
         return time.perf_counter() - start_s, outputs
 
     with timed_rounds(llm) as rounds:
-        seconds, outputs = min((run() for _ in range(plan.num_runs)), key=lambda timed: timed[0])
+        seconds, outputs = min(warm_runs(run, plan.num_runs), key=lambda timed: timed[0])
     token_ids = [list(output.outputs[0].token_ids) for output in outputs]
     stats = [output.outputs[0].speculation for output in outputs if output.outputs[0].speculation is not None]
     accepted = mean_accepted(stats)

@@ -1,10 +1,10 @@
 """Measuring how decode attention is cut on the card at hand: equal sequences, and unequal ones as real batches have.
 
-    python benchmarks/attention_tuning.py [--shapes 0.6B,1B,8B] [--batches 1,4,16,64,128,256]
+    python benchmarks/attention_tuning.py [--shapes 0.6B,1B,8B] [--batches 1,4,16,32,64,128,192,256]
 
 Prints, for each size, what the configuration in use takes and what the best takes, and rows for
-kernels/triton/tuned_configs.py. The best is so for the sum of both kinds of sequences. `kernel_steps.py --tune` runs
-it, too.
+kernels/triton/tuned_configs.py. The best is so for both kinds of sequences and all shapes that share the row.
+`kernel_steps.py --tune` runs it, too.
 """
 
 import argparse
@@ -128,19 +128,41 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, Ro
     )  # fmt: skip
     compile_all(_compile, jobs, max(1, (os.cpu_count() or 2) - 1))
     table: dict[str, Row] = {}
-    for name, shape in shapes.items():
-        for batch in batches:
+    for batch in batches:
+        alike: dict[str, list[tuple[str, Shape]]] = {}
+        for name, shape in shapes.items():
             key = attention_key(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
-            row = tune_batch(name, shape, batch)
-            table.setdefault(key, row)  # shapes that share a key: the first decides
-            TUNED_ATTENTION[key] = table[key]
+            alike.setdefault(key, []).append((name, shape))
+        for key, sharing in alike.items():
+            table[key] = TUNED_ATTENTION[key] = tune_batch(sharing, batch)
     return table
 
 
-def tune_batch(name: str, shape: Shape, batch: int) -> Row:
-    """One size: prints the times of what is in use and of the best, returns the best's row."""
-    layer_bytes = shape.kv_bytes(batch) // shape.layers
-    num_layers = max(2, min(shape.layers, 24, CACHE_BYTES // layer_bytes))
+def tune_batch(sharing: list[tuple[str, Shape]], batch: int) -> Row:
+    """One size of shapes that share a row: prints the times of what is in use and of the best, returns that row."""
+    costs: dict[Row, list[float]] = {}
+    lines: dict[Row, str] = {}
+    for name, shape in sharing:
+        used, timings = measure(shape, batch)
+        least_us = min(sum(times) for times in timings.values())
+        rate = shape.kv_bytes(batch) / shape.layers / 1e6
+        print(f"attention {name} batch {batch}: in use {_line(used, rate)}", flush=True)
+        for row, times in timings.items():
+            costs.setdefault(row, []).append(sum(times) / least_us)
+            lines[row] = lines.get(row, "") + f"  {name} {_line(times, rate)}"
+    ranked = sorted((row for row in costs if len(costs[row]) == len(sharing)), key=lambda row: sum(costs[row]))
+    for row in ranked[:4]:
+        print(f"   {row!s:22s}{lines[row]}", flush=True)
+    return ranked[0]
+
+
+def _line(times: list[float], rate: float) -> str:
+    return " / ".join(f"{us:6.1f} us {rate / us:.2f} TB/s" for us in times)
+
+
+def measure(shape: Shape, batch: int) -> tuple[list[float], dict[Row, list[float]]]:
+    """Microseconds a layer of the configuration in use and of each candidate, by kind of sequences."""
+    num_layers = max(2, min(shape.layers, 24, CACHE_BYTES // (shape.kv_bytes(batch) // shape.layers)))
     kinds = [[CONTEXT] * batch, unequal_lens(batch)][: 2 if batch > 1 else 1]
     problems = [problem_of(shape, lens, DEVICE, num_layers) for lens in kinds]
 
@@ -148,30 +170,21 @@ def tune_batch(name: str, shape: Shape, batch: int) -> Row:
         return [time_in_graph(lambda problem=problem: problem.run(config), num_layers) for problem in problems]
 
     used = select_decode_config(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
-    used_us = times_us(used)
-    timings = []
+    times_us(used)  # the first is slow
+    timings = {}
     for config, row in candidates(shape, batch).items():
         try:
-            timings.append((times_us(config), config, row))
+            timings[row] = times_us(config)
         except Exception:
             torch.cuda.synchronize()
-    best_us, best, row = min(timings, key=lambda timing: sum(timing[0]))
-
-    def line(times: list[float]) -> str:
-        return " / ".join(f"{us:6.1f} us {layer_bytes / us / 1e6:.2f} TB/s" for us in times)
-
-    print(f"attention {name} batch {batch}: in use {line(used_us)}  best {line(best_us)}  {best}", flush=True)
-    for splits in sorted({config.num_splits for _, config, _ in timings}):
-        of_splits = min((t for t in timings if t[1].num_splits == splits), key=lambda timing: sum(timing[0]))
-        print(f"      {splits:3d} splits {line(of_splits[0])} {of_splits[2]}")
-    return row
+    return times_us(used), timings
 
 
 def main() -> None:
     """Tune the named shapes and print rows for the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="0.6B,1B,8B")
-    parser.add_argument("--batches", default="1,4,16,64,128,256")
+    parser.add_argument("--batches", default="1,4,16,32,64,128,192,256")
     args = parser.parse_args()
     shapes = {name: Shape.of(MODELS[name]) for name in args.shapes.split(",")}
     for key, row in tune_attention(shapes, [int(batch) for batch in args.batches.split(",")]).items():

@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,16,64,256")
     parser.add_argument("--tune", action="store_true", help="measure configurations before the steps")
     parser.add_argument("--tune-rows", default="1,2,4,8,16")
-    parser.add_argument("--tune-attention", default="1,4,16,64,128,256", help="batches; empty for none")
+    parser.add_argument("--tune-attention", default="1,4,16,32,64,128,192,256", help="batches; empty for none")
     parser.add_argument("--tune-extend", action="store_true", help="time tiles of the prompts' attention, too")
     parser.add_argument("--exhaustive", action="store_true", help="try every tile, also of shapes already tuned")
     parser.add_argument("--profile", action="store_true", help="print where the time of each step goes")

@@ -45,7 +45,7 @@ def default_decode_config(
 
 def attention_key(num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
     """Name of one entry of the table of measured configurations; requests are bucketed."""
-    bucket = next((size for size in (1, 4, 16, 64, 128) if num_requests <= size), 256)
+    bucket = next((size for size in (1, 4, 16, 32, 64, 128, 192) if num_requests <= size), 256)
     return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/requests{bucket}"
 
 

@@ -13,7 +13,7 @@ import torch
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 MAX_FUSED_ROWS = 16
 MAX_SKINNY_ROWS = ROW_BUCKETS[-1]
 _MAX_VECTOR_ROWS = 4

@@ -67,12 +67,14 @@ TUNED_LINEAR: dict[str, tuple[str | int, ...]] = {
 # key: see decode_attention_config.attention_key. Row: programs per multiprocessor (sets the splits), block_n,
 # num_warps, num_stages, min_split_tokens.
 TUNED_ATTENTION: dict[str, tuple[int, int, int, int, int]] = {
-    "sm90x132/16bit/8x128/requests1": (2, 32, 2, 2, 0),
-    "sm90x132/16bit/8x128/requests16": (2, 64, 2, 5, 0),
-    "sm90x132/16bit/8x128/requests256": (1, 64, 2, 2, 0),
-    "sm90x132/16bit/8x128/requests64": (1, 32, 2, 5, 0),
+    "sm90x132/16bit/8x128/requests1": (1, 64, 2, 2, 0),
+    "sm90x132/16bit/8x128/requests128": (1, 32, 2, 5, 0),
+    "sm90x132/16bit/8x128/requests16": (4, 32, 2, 5, 256),
+    "sm90x132/16bit/8x128/requests256": (1, 32, 2, 5, 0),
+    "sm90x132/16bit/8x128/requests64": (1, 128, 4, 3, 0),
     "sm90x132/16bit/8x64/requests1": (1, 64, 2, 2, 0),
-    "sm90x132/16bit/8x64/requests16": (1, 128, 4, 5, 0),
-    "sm90x132/16bit/8x64/requests256": (1, 64, 2, 5, 0),
+    "sm90x132/16bit/8x64/requests128": (1, 64, 2, 5, 0),
+    "sm90x132/16bit/8x64/requests16": (8, 32, 2, 5, 0),
+    "sm90x132/16bit/8x64/requests256": (1, 32, 2, 2, 0),
     "sm90x132/16bit/8x64/requests64": (1, 64, 2, 5, 0),
 }

@@ -119,6 +119,9 @@ class SchedulerConfig:
     """Most requests waiting; None is no limit."""
     overlap: bool | None = None
     """Schedule the next step while the last one runs; None is on where the device runs beside the host (CUDA)."""
+    prompts_first: bool | None = None
+    """Let requests that decode already wait while a step is full of prompts: more tokens a second, in a less even flow.
+    None is on for `LLM` and the commands over it, whose callers wait for the whole, and off for a server."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queue_len"):

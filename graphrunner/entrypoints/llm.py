@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -29,13 +30,17 @@ class LLM:
         model: hub id, folder of safetensors, or GGUF file; None is the embedded SmolLM2-135M-Instruct.
         options: any field of `graphrunner.config.engine_config` by its name (dtype, max_model_len, max_num_seqs,
             page_size or block_size, seed, gpu_memory_utilization, enable_prefix_caching, load_format, ...).
+            `prompts_first` is on unless said otherwise.
 
     Raises:
         ConfigError, ModelLoadError: one line that names the setting or the file.
     """
 
     def __init__(self, model: str | None = None, **options: object) -> None:
-        self.engine = build_engine(engine_config_from_options({"model": model, **options}))
+        config = engine_config_from_options({"model": model, **options})
+        if config.scheduler.prompts_first is None:
+            config = replace(config, scheduler=replace(config.scheduler, prompts_first=True))
+        self.engine = build_engine(config)
         self._ids = (f"request-{number}" for number in itertools.count())
         self._streams: dict[str, deque[RequestOutput]] = {}  # what steps made for streams that did not ask for them
 
@@ -112,7 +117,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield what each step adds; closing the iterator early aborts the request.
 
-        Several streams may be open, and `generate` called between: all of them are served by the same steps.
+        Several streams may be open, and `generate` called between: all of them are served by the same steps. A stream
+        then waits for prompts that fill steps; where that matters, make the `LLM` with `prompts_first=False`.
         """
         (params,) = _one_each(sampling_params, 1)
         request_id = next(self._ids)

@@ -1,8 +1,8 @@
-"""Who computes prompt tokens next.
+"""Who computes tokens next.
 
 The fairness policy
-    Decode rows come first, one token each; what is left of a step's token budget goes to prompts. That prompt budget is
-    split in two halves:
+    Decode rows come first, one token each (for the other way round see below); what is left of a step's token budget
+    goes to prompts. That prompt budget is split in two halves:
     - one half goes by age: to the request that has waited longest, where one level of priority counts as much as
       `AGEING_STEPS` steps of waiting;
     - the other half goes to the shortest remaining prompt of the best priority.
@@ -17,6 +17,23 @@ The fairness policy
 
     When pages run out, the request of the worst priority that arrived last gives up its own and is computed again
     later. It keeps its place by age.
+
+Prompts first (`SchedulerConfig.prompts_first`)
+    Where nobody watches tokens arrive, the order is turned round: prompts get the whole budget, split as above, and the
+    decode rows go along where all of them have room beside the prompts; else all of them wait for the next step. The
+    rows then start to decode together, each later step with all of them.
+    - Decode rows do not starve: they wait for `most_steps_waited` steps in a row at most, then come first in one step.
+      Mostly the wait ends of itself, when all rows are taken or no pages are left and those let in are computed; the
+      limit is for an endless stream of requests that end with their first token and so give row and pages back.
+    - Prompts do not starve: the one step is all that they cede, and in it they get what decode rows leave, as above.
+    - Nobody is preempted while decode rows wait: before each step every row has the page of its next token, and a row
+      that waits needs no other. So a step of prompts alone never undoes what an earlier one did.
+    - Admission and preemption do not chase each other: a request, new or resumed, is let in only where one page for
+      each running one is left over, so all rows can pass their next page border before any loses its place. One that
+      finds nobody running is let in without, so there always is one that goes on.
+    - Priorities order prompts and victims; decode rows wait alike, whatever theirs. A row may end while it waits
+      (abort, stop string): it gives back row and pages as ever. Its tokens on the way under overlap stay counted, and
+      drafts made for it stay good, as nothing of the row moves.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +62,11 @@ def split_budget(num_tokens: int, step_id: int) -> tuple[int, int]:
     """(by age, by length) shares of a prompt budget; an odd token changes sides every step."""
     by_age_share = (num_tokens + (step_id & 1)) // 2
     return by_age_share, num_tokens - by_age_share
+
+
+def most_steps_waited(max_num_running: int, max_model_len: int, token_budget: int) -> int:
+    """How many steps of prompts decode rows wait for, where prompts go first: those that fill each row's context."""
+    return -(-max_num_running * max_model_len // token_budget)
 
 
 def choose_victim(running: Iterable[Request]) -> Request:

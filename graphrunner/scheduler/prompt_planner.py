@@ -14,15 +14,22 @@ class PromptPlanner:
         queue: requests without pages; admitted ones leave it.
         running: where they go.
         max_num_running: most requests running at once.
+        spares_pages: let new requests in, too, only where a page for each running one is left over.
     """
 
-    def __init__(self, queue: WaitingQueue, running: RunningSet, max_num_running: int) -> None:
+    def __init__(self, queue: WaitingQueue, running: RunningSet, max_num_running: int, *, spares_pages: bool) -> None:
         self._queue = queue
         self._running = running
         self._max_num_running = max_num_running
+        self._spares_pages = spares_pages
         self._blocked: Request | None = None  # first by age, and no row or pages for it: no later one is let past
         self._num_available_when_blocked = 0
         self.num_prefix_hit_tokens = 0
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any request has prompt tokens left to compute."""
+        return bool(self._queue or self._running.prefilling)
 
     def plan(self, num_tokens: int, step_id: int, oldest_launched_step: int) -> list[PromptChunk]:
         """Chunks of at most `num_tokens` tokens together; counts them as launched.
@@ -92,8 +99,8 @@ class PromptPlanner:
         is_first_run = request.num_cached_tokens < 0
         can_hit_prefix = not (wants_prompt_logprobs(request) or request.wants_pooling)
         # A resumed request lost its pages to the running ones once; one spare page for each keeps it from losing them
-        # again at the next page border.
-        num_spare_pages = len(self._running) if request.num_preemptions else 0
+        # again at the next page border. Where prompts go first, no row takes its next page while requests are let in.
+        num_spare_pages = len(self._running) if self._spares_pages or request.num_preemptions else 0
         if not self._running.start(request, can_hit_prefix, num_spare_pages):
             return False
         if is_first_run:

@@ -10,22 +10,24 @@ Under overlap `schedule` is called again before `update` of the step before: it 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphrunner.config.engine_config import SchedulerConfig
-from graphrunner.core.draft_plan import DraftPlan, DraftPlanner
+from graphrunner.core.draft_plan import DraftPlanner
 from graphrunner.core.errors import InvalidRequestError
 from graphrunner.core.request import FinishReason, Request, RequestStatus
-from graphrunner.core.scheduled_batch import PageAppend, SamplingNeed, ScheduledBatch
+from graphrunner.core.scheduled_batch import PageAppend, ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.prefix_cache import PrefixCache
 from graphrunner.scheduler.admission import QueueFullError, capped_max_new_tokens, check_request
 from graphrunner.scheduler.batch_builder import DecodeColumns, PromptChunk, build_batch, build_verify_batch
-from graphrunner.scheduler.policy import WaitingQueue, by_age
+from graphrunner.scheduler.draft_room import DraftRoom
+from graphrunner.scheduler.policy import WaitingQueue, by_age, most_steps_waited
 from graphrunner.scheduler.prompt_planner import PromptPlanner
 from graphrunner.scheduler.running_set import RunningSet
+from graphrunner.scheduler.step_filler import StepFiller
 from graphrunner.scheduler.stop_rules import append_tokens, stop_ids_of
 
 
@@ -86,7 +88,7 @@ class Scheduler:
     """Owns every request from `add` to its end. The fairness policy is stated in `policy`.
 
     Args:
-        config: `max_num_seqs`, `token_budget`, `max_queue_len` are used here.
+        config: `max_num_seqs`, `token_budget`, `max_queue_len`, `prompts_first` are used here.
         allocator: the pool.
         prefix_cache: over the same allocator; `NoPrefixCache` for none.
         page_size: tokens a page.
@@ -107,7 +109,6 @@ class Scheduler:
         max_pages_per_row: int,
         draft_planner: DraftPlanner | None = None,
     ) -> None:
-        self._token_budget = config.token_budget
         self._max_queue_len = config.max_queue_len
         self._max_model_len = max_model_len
         self._pool_len = min(allocator.capacity, max_pages_per_row) * page_size
@@ -116,13 +117,18 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._queue = WaitingQueue()
         self._running = RunningSet(config.max_num_seqs, allocator, prefix_cache, page_size)
-        self._decode = DecodeColumns()
         self._launched: deque[_Launched] = deque()
-        # A decode row takes a token of every step. With no more requests than tokens, all of them go on in each step
+        # A decode row takes one token of a step. With no more requests than tokens, all of them have room in each step
         # and one token at least is left for whoever still computes its prompt.
         max_num_running = min(config.max_num_seqs, config.token_budget)
-        self._planner = PromptPlanner(self._queue, self._running, max_num_running)
-        self._draft_planner = draft_planner
+        self._planner = PromptPlanner(
+            self._queue, self._running, max_num_running, spares_pages=bool(config.prompts_first)
+        )
+        most_waited_steps = most_steps_waited(max_num_running, max_model_len, config.token_budget)
+        self._filler = StepFiller(
+            self._running, self._planner, config.token_budget, most_waited_steps if config.prompts_first else 0
+        )
+        self._draft_room = DraftRoom(draft_planner, self._running)
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -155,22 +161,15 @@ class Scheduler:
 
         Every batch must be answered by `update`, in order, or given up with all others by `finish_running`.
         """
-        running = self._running
-        running.grow_decoding()
+        self._running.grow_decoding()
         self._requeue_preempted()
-        if running.is_decoding_changed:
-            self._decode = DecodeColumns.of(running.decoding)
-            running.is_decoding_changed = False
-        decode = self._decode
-        chunks: list[PromptChunk] = []
-        if self._queue or running.prefilling:
-            oldest = self._launched[0].step_id if self._launched else self._num_steps
-            chunks = self._planner.plan(self._token_budget - len(decode.rows), self._num_steps, oldest)
+        oldest = self._launched[0].step_id if self._launched else self._num_steps
+        decode, chunks = self._filler.fill(self._num_steps, oldest)
         if not decode.rows and not chunks:
             self._end_unfittable()
             return None
-        drafts = None if chunks else self._plan_drafts(decode)
-        self._reserve_lookahead(decode.requests, drafts, chunks)
+        drafts = None if chunks else self._draft_room.plan(decode)
+        self._draft_room.reserve_lookahead(decode.requests, drafts, chunks)
         cached_lens = []
         for request in decode.requests:
             cached_lens.append(request.cached_len)
@@ -303,39 +302,6 @@ class Scheduler:
         stats = self.stats()
         if not self._requests:
             assert stats.num_used_pages == 0, f"{stats.num_used_pages} pages are lost"
-
-    def _plan_drafts(self, decode: DecodeColumns) -> DraftPlan | None:
-        """What the decode rows verify in this step, cut to the pages that can be had; None for nothing."""
-        requests = decode.requests
-        if self._draft_planner is None or not requests:
-            return None
-        # The last new token is never fed back, so no row computes past its `final_len`.
-        num_useful = [request.final_len - request.cached_len - 1 for request in requests]
-        plan = self._draft_planner.plan(requests, num_useful)
-        if plan is None or (plan.is_branching and decode.need is SamplingNeed.LOGITS):
-            return None
-        num_drafts = tuple(
-            min(count, useful, self._running.reserve(request, 1 + min(count, useful)) - 1) if count else 0
-            for request, count, useful in zip(requests, plan.num_drafts, num_useful, strict=True)
-        )
-        if not any(num_drafts):
-            return None
-        return plan if num_drafts == plan.num_drafts else replace(plan, num_drafts=num_drafts)
-
-    def _reserve_lookahead(
-        self, requests: Sequence[Request], drafts: DraftPlan | None, chunks: Sequence[PromptChunk]
-    ) -> None:
-        """Have pages, where there are any, for what a proposer writes ahead of the rows that get a token."""
-        num_ahead = self._draft_planner.num_lookahead if self._draft_planner is not None else 0
-        if num_ahead == 0:
-            return
-        counts = drafts.num_drafts if drafts is not None else (0,) * len(requests)
-        for request, count in zip(requests, counts, strict=True):
-            self._running.reserve(request, min(1 + count + num_ahead, request.final_len - request.cached_len))
-        for chunk in chunks:
-            if chunk.ends_prompt:  # its tokens are counted already
-                request = chunk.request
-                self._running.reserve(request, min(num_ahead, request.final_len - request.cached_len))
 
     def _requeue_preempted(self) -> None:
         for request in self._running.preempted:

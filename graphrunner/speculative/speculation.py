@@ -46,7 +46,7 @@ class Speculation:
         self.controller = controller
         self.num_lookahead = max_drafts if proposer.kv_spec.layers else 0
         self._max_drafts = max_drafts
-        self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for the next step
+        self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for its next step
         self._num_proposed = 0  # how many it was asked for in the last step
         self._unsettled: set[tuple[int, int]] = set()  # shapes whose next step may record a graph first
         self._num_rounds = 0
@@ -102,7 +102,10 @@ class Speculation:
     def took_step(self, batch: ScheduledBatch, num_drafts: int | None) -> None:
         """Remember what the device proposer was asked for after a step, None for nothing."""
         self._num_proposed = num_drafts or 0
-        self._num_ready = dict.fromkeys(_sampled_rows(batch), self._num_proposed) if num_drafts else {}
+        ready = dict.fromkeys(_sampled_rows(batch), self._num_proposed) if num_drafts else {}
+        if batch.mode is ForwardMode.PREFILL and self._num_ready:  # decode rows sat the step out; theirs are still good
+            ready |= {row: count for row, count in self._num_ready.items() if row not in batch.rows}
+        self._num_ready = ready
 
     def resolved(self, batch: ScheduledBatch, verified: Sequence[Verified], record: StepRecord) -> None:
         """Take in a finished step."""

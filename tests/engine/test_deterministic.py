@@ -60,8 +60,9 @@ def alone(make_llm: Make) -> Callable[[str], dict[int, list[object]]]:
 @pytest.mark.parametrize("options", CASES)
 def test_the_same_bits_alone_and_in_any_batch(make_llm: Make, alone, options: dict[str, object]) -> None:
     expected = alone(options["device"])
-    for chunk, seed in ((16, 1), (40, 2)):
-        llm = make_llm(deterministic=True, max_num_seqs=6, max_num_batched_tokens=chunk, **options)
+    for chunk, seed, prompts_first in ((16, 1, False), (40, 2, True)):
+        options = options | {"max_num_batched_tokens": chunk, "prompts_first": prompts_first}
+        llm = make_llm(deterministic=True, max_num_seqs=6, **options)
         order = list(range(len(LENGTHS)))
         random.Random(seed).shuffle(order)
         assert results(llm, order) == expected
@@ -73,7 +74,10 @@ def test_the_same_bits_alone_and_in_any_batch(make_llm: Make, alone, options: di
 def test_preempted_requests_end_with_the_same_bits(make_llm: Make, alone) -> None:
     """A preempted request computes its own tokens again as a prompt."""
     expected = alone("cpu")
-    llm = make_llm(deterministic=True, device="cpu", num_pages=10, max_num_seqs=6, page_size=8, max_model_len=72)
+    llm = make_llm(
+        deterministic=True, device="cpu", num_pages=10, max_num_seqs=6, page_size=8, max_model_len=72,
+        prompts_first=False,
+    )  # fmt: skip
     assert results(llm, [2, 4, 8, 0]) == {i: expected[i] for i in (2, 4, 8, 0)}
     assert llm.engine.core.scheduler.stats().num_preemptions > 0
 

@@ -65,7 +65,10 @@ def engines(targets: dict[str, Path], drafts: dict[str, Path]) -> Iterator[Calla
     made: list[LLM] = []
 
     def make(target: str, draft: str | None = None, speculative: dict[str, object] | None = None, **options) -> LLM:
-        base = {"max_model_len": 64, "max_num_seqs": 8, "num_pages": 200, "skip_tokenizer_init": True, "num_threads": 1}
+        base = {
+            "max_model_len": 64, "max_num_seqs": 8, "num_pages": 200, "skip_tokenizer_init": True, "num_threads": 1,
+            "prompts_first": False,  # mixed steps are harder for a draft; test_prompts_first.py has the others
+        }  # fmt: skip
         if draft is not None:
             method, count, _ = DRAFTS[draft]
             has_tree = {"speculative_token_tree", "speculative_eagle_topk"} & set(speculative or {})

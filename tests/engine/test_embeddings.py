@@ -77,7 +77,7 @@ def test_length_one(make_llm, expected) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_beside_generation(make_llm, expected, solo, overlap: bool) -> None:
     """Chunks of prompts to pool share steps with requests that decode; neither notices."""
-    llm = make_llm(max_num_batched_tokens=12, overlap=overlap)
+    llm = make_llm(max_num_batched_tokens=12, overlap=overlap, prompts_first=False)
     prompts = prompts_of([6, 25, 40, 3], seed=8)
     engine = llm.engine
     for index, prompt in enumerate(prompts[:2]):
@@ -99,7 +99,7 @@ def test_beside_generation(make_llm, expected, solo, overlap: bool) -> None:
 
 def test_after_preemption(make_llm, expected, solo) -> None:
     """A prompt that lost its pages half-way is summed from its start again."""
-    llm = make_llm(num_pages=10, page_size=4, max_num_batched_tokens=6, max_num_seqs=4)
+    llm = make_llm(num_pages=10, page_size=4, max_num_batched_tokens=6, max_num_seqs=4, prompts_first=False)
     prompts = prompts_of([4, 20], seed=2)
     engine = llm.engine
     engine.add_request("old", prompts[0], greedy(24), output_kind=RequestOutputKind.FINAL_ONLY, priority=0)

@@ -125,7 +125,7 @@ def test_a_pool_too_small(make_llm, solo) -> None:
 
 
 def test_chunks_and_aborts(make_llm, solo) -> None:
-    llm = make_llm(max_num_batched_tokens=8, num_pages=20)
+    llm = make_llm(max_num_batched_tokens=8, num_pages=20, prompts_first=False)
     (prompt,) = prompts_of([40])
     engine = llm.engine
     for num_steps in range(0, 9):

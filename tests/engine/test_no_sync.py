@@ -140,7 +140,8 @@ def test_no_step_makes_a_tensor_on_the_device_from_numbers(
     make_llm: Make, monkeypatch: pytest.MonkeyPatch, temperature: float, prefill_graph: str
 ) -> None:
     """On a card that copy waits for all work before it, so nothing of the next step would run beside this one."""
-    llm = make_llm(device="cpu", prefill_graph=prefill_graph, max_num_batched_tokens=32, overlap=True)
+    options = {"prefill_graph": prefill_graph, "max_num_batched_tokens": 32, "overlap": True, "prompts_first": False}
+    llm = make_llm(device="cpu", **options)
     monkeypatch.setattr(sampler, "pick_random_on_host", pick_random)
     placed = []
     plain = torch.tensor
@@ -165,7 +166,8 @@ def test_no_step_makes_a_tensor_on_the_device_from_numbers(
 def test_prompts_never_synchronize(
     make_llm: Make, errors_on_sync: Callable[[str], None], prefill_graph: str, temperature: float
 ) -> None:
-    llm = make_llm(device="cuda", prefill_graph=prefill_graph, max_num_batched_tokens=32, overlap=True)
+    options = {"prefill_graph": prefill_graph, "max_num_batched_tokens": 32, "overlap": True, "prompts_first": False}
+    llm = make_llm(device="cuda", **options)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=6, ignore_eos=True, detokenize=False)
     for mode in ("default", "error"):  # the first time compiles and fills caches
         start(llm, params, PROMPTS)

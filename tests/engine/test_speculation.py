@@ -64,7 +64,7 @@ def test_rows_leave_one_by_one_and_others_join(spec_llm, known, solo, model) -> 
 
 
 def test_requests_join_while_others_speculate(spec_llm, known, solo) -> None:
-    llm = spec_llm(max_num_batched_tokens=8)
+    llm = spec_llm(max_num_batched_tokens=8, prompts_first=False)
     prompts = known([5, 30, 12, 40])
     engine, found = llm.engine, {}
     for index, prompt in enumerate(prompts):

@@ -89,25 +89,32 @@ CASES = given(
     k=st.integers(1, 8),
     chunk=st.sampled_from([9, 64]),
     has_cache=st.booleans(),
+    prompts_first=st.booleans(),
     asked=requests(),
 )
 
 
 @settings(SETTINGS, max_examples=14)
 @CASES
-def test_tokens_are_those_of_plain_decoding(engine_of, solo, method, k, chunk, has_cache, asked) -> None:
-    check_tokens(engine_of, solo, method, k, chunk, has_cache, asked)
+def test_tokens_are_those_of_plain_decoding(
+    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, asked
+) -> None:
+    options = {"max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first}
+    check_tokens(partial(engine_of, **options), solo, method, k, asked)
 
 
 @pytest.mark.slow
 @settings(SETTINGS, max_examples=250)
 @CASES
-def test_tokens_are_those_of_plain_decoding_at_length(engine_of, solo, method, k, chunk, has_cache, asked) -> None:
-    check_tokens(engine_of, solo, method, k, chunk, has_cache, asked)
+def test_tokens_are_those_of_plain_decoding_at_length(
+    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, asked
+) -> None:
+    options = {"max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first}
+    check_tokens(partial(engine_of, **options), solo, method, k, asked)
 
 
-def check_tokens(engine_of, solo, method, k: int, chunk: int, has_cache: bool, asked) -> None:
-    llm = engine_of(*method, k, max_num_batched_tokens=chunk, enable_prefix_caching=has_cache, page_size=4)
+def check_tokens(engine_of, solo, method, k: int, asked) -> None:
+    llm = engine_of(*method, k, page_size=4)
     prompts, params, expected, reasons = [], [], [], []
     for prompt, max_tokens, stop_at in asked:
         answer = solo(prompt, L - len(prompt))

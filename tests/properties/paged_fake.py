@@ -123,9 +123,13 @@ class FakeEngine:
         depth: int = 0,
         has_prefix_cache: bool = True,
         max_queue_len: int | None = None,
+        prompts_first: bool = False,
     ) -> None:
         config = SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk_len, max_queue_len=max_queue_len
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=chunk_len,
+            max_queue_len=max_queue_len,
+            prompts_first=prompts_first,
         )
         self.allocator = PageAllocator(num_pages)
         self.cache = RadixCache(self.allocator, page_size) if has_prefix_cache else NoPrefixCache(self.allocator)

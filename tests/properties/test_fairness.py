@@ -101,6 +101,7 @@ def test_resumed_requests_do_not_lose_their_pages_at_once(depth: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
+    prompts_first=st.booleans(),
     chunk_len=st.integers(2, 16),
     subject_len=st.integers(1, 120),
     priority=st.integers(0, 2),
@@ -109,12 +110,12 @@ def test_resumed_requests_do_not_lose_their_pages_at_once(depth: int) -> None:
         st.lists(st.tuples(st.integers(1, MAX_SHORT_LEN), st.integers(0, 2)), max_size=3), min_size=1, max_size=20
     ),
 )
-def test_nothing_starves(chunk_len, subject_len, priority, backlog, arrivals) -> None:
+def test_nothing_starves(*, prompts_first, chunk_len, subject_len, priority, backlog, arrivals) -> None:
     """The stated bound: whoever stands before it by age, plus its own tokens, at half the budget a step.
 
     Everybody wants one token, so that the whole budget goes to prompts. The arrivals repeat without end.
     """
-    engine = big_engine(chunk_len, has_prefix_cache=False)
+    engine = big_engine(chunk_len, has_prefix_cache=False, prompts_first=prompts_first)
     ahead_len = sum(backlog)
     for index, length in enumerate(backlog):
         engine.add(prompt(length, 100 * index), 1)

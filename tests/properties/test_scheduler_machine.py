@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(8, 64),
         depth=st.integers(0, 1),
         has_prefix_cache=st.booleans(),
+        prompts_first=st.booleans(),
         first_prompts=st.lists(PROMPTS, min_size=1, max_size=6),
     )
     def build(self, pool_len, page_size, first_prompts, **setup):

@@ -7,6 +7,8 @@ from enum import Enum
 class ForwardMode(Enum):
     """What the rows of a step are doing."""
 
+    __hash__ = object.__hash__  # see ForwardVariant
+
     DECODE = "decode"  # every request has one query token
     VERIFY = "verify"  # every request has the same number of query tokens, the last ones drafted
     PREFILL = "prefill"  # every request computes prompt tokens

@@ -100,6 +100,9 @@ class BaseDraftRunner(BaseGraphRunner):
             self.max_reqs, self.max_reqs, device, context.attention.pad_seq_len, specs=DECODE_BUFFERS
         )
         self._held: tuple[tuple[int, ...], int] = ((), 0)  # rows in the buffer, and how far it is padded
+        # What the last run was of, and its batch: the next one is nearly always of the same.
+        self._served: tuple[tuple[int, ...], ForwardMode, int, SamplingNeed] | None = None
+        self._loaded_last: LoadedBatch
         self.derived = make_derived(self.max_reqs * self._max_width, self.max_reqs, device)
         self._last_tokens = torch.zeros(self.max_reqs, dtype=torch.int64, device=device)
         self._starts = torch.arange(self.max_reqs + 1, dtype=torch.int32, device=device)
@@ -115,8 +118,8 @@ class BaseDraftRunner(BaseGraphRunner):
 
     def shape_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
         """See `BaseGraphRunner.shape_miss_reason`."""
-        width = batch.max_query_len
-        if batch.num_tokens != batch.num_reqs * width or width not in self.widths:
+        width = self._width_of(batch)
+        if width not in self.widths or batch.num_tokens != batch.num_reqs * batch.max_query_len:
             return GraphMiss(GraphMissReason.QUERY_LEN, width, self.widths[-1])
         if batch.num_reqs > self.sizes[-1]:
             return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self.sizes[-1])
@@ -127,16 +130,22 @@ class BaseDraftRunner(BaseGraphRunner):
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
         self._load_rows(batch, key)
-        return self._loaded(key, batch)
+        views = self._loaded(key, batch).batch
+        return LoadedBatch(key, views, batch.num_reqs, batch.num_reqs * self._width_of(batch))
 
     def run(self, batch: ScheduledBatch) -> ModelOutput:
         """Replay, or call the same closure over the exact shape where no recording serves. Sync: none."""
+        kind = batch.rows, batch.mode, batch.max_query_len, batch.sampling_need
+        if kind == self._served and batch.max_seq_len <= self.context.max_seq_len:
+            return self.execute(self._loaded_last)
         miss = self.graph_miss_reason(batch)
         if miss is None:
-            return self.execute(self.load_batch(batch))
+            self._loaded_last = self.load_batch(batch)
+            self._served = None if self.backend.has_eager_breaks else kind
+            return self.execute(self._loaded_last)
         assert batch.num_reqs <= self.max_reqs, f"{batch.num_reqs} requests, the table holds {self.max_reqs}"
         self.account.missed(self.name, miss)
-        key = ShapeKey(batch.num_tokens, batch.num_reqs, variant_of(batch))
+        key = ShapeKey(batch.num_reqs * self._width_of(batch), batch.num_reqs, variant_of(batch))
         self._load_rows(batch, key)
         return self.forward_over(self._views_of(key), key.variant)
 
@@ -145,10 +154,15 @@ class BaseDraftRunner(BaseGraphRunner):
         self.poison(0)
         return self._views_of(key)
 
+    def close(self) -> None:
+        """See `BaseGraphRunner.close`."""
+        self._served = None
+        super().close()
+
     def poison(self, value: int) -> None:
         """See `BaseGraphRunner.poison`."""
         self.buffers.poison(value)
-        self._held = ((), 0)
+        self._held, self._served = ((), 0), None
         derived = self.derived
         for tensor in (derived.input_ids, derived.positions, derived.slot_mapping, derived.seq_lens):
             tensor.fill_(value)
@@ -217,31 +231,31 @@ class BaseDraftRunner(BaseGraphRunner):
         wanted = (batch.rows, key.num_reqs)
         if wanted == self._held:
             return
-        self._held = wanted
+        self._held, self._served = wanted, None
         columns = {"request_rows": np.asarray(batch.rows, np.int32)}
         self.buffers.load(columns, batch.num_reqs, key.num_reqs, key.num_reqs)
 
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
         size = bucket_for(batch.num_reqs, self.sizes)
-        return None if size is None else self._keys[size, batch.max_query_len, variant_of(batch)]
+        return None if size is None else self._keys[size, self._width_of(batch), variant_of(batch)]
+
+    def _width_of(self, batch: ScheduledBatch) -> int:
+        """Tokens a request that are taken of a uniform step: all, or where only one ever is, its newest."""
+        return 1 if self.widths == (1,) else batch.max_query_len
 
 
 def draft_batch(batch: ScheduledBatch) -> ScheduledBatch:
-    """The rows of a step as the decode batch that comes after it: all of a uniform one, else those that got a token."""
-    if batch.mode is ForwardMode.DECODE:
+    """What drafts can follow row by row: a uniform step itself, else a decode step of the rows that got a token."""
+    if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY):
         return batch
-    request_ids, rows = batch.request_ids, batch.rows
-    lens = tuple(cached + query - 1 for cached, query in zip(batch.cached_lens, batch.query_lens, strict=True))
-    if batch.mode is not ForwardMode.VERIFY:
-        chosen = [index for index, samples in enumerate(batch.samples) if samples]
-        request_ids, rows = tuple(request_ids[i] for i in chosen), tuple(rows[i] for i in chosen)
-        lens = tuple(lens[i] for i in chosen)
+    chosen = [index for index, samples in enumerate(batch.samples) if samples]
+    rows = tuple(batch.rows[i] for i in chosen)
     return ScheduledBatch(
         step_id=batch.step_id,
         mode=ForwardMode.DECODE,
-        request_ids=request_ids,
+        request_ids=tuple(batch.request_ids[i] for i in chosen),
         rows=rows,
-        cached_lens=lens,
+        cached_lens=tuple(batch.cached_lens[i] + batch.query_lens[i] - 1 for i in chosen),
         query_lens=(1,) * len(rows),
         input_ids=(),
         samples=(True,) * len(rows),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -192,7 +191,10 @@ class BaseGraphRunner(BaseRunner):
         self._last_output = None
 
     def _replay_graph(self, loaded: LoadedBatch) -> ModelOutput:
-        with self._batch_active(loaded.batch), self.backend.replay_session():
+        if self.backend.has_eager_breaks:
+            with active_batch(loaded.batch), self.backend.replay_session():
+                output = self.backend.replay(loaded.key)
+        else:
             output = self.backend.replay(loaded.key)
         num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
         if num_reqs == loaded.key.num_reqs and num_tokens == loaded.key.num_tokens:
@@ -219,9 +221,6 @@ class BaseGraphRunner(BaseRunner):
         if self.backend.has_eager_breaks:
             views = with_metadata(views)
         return LoadedBatch(key, views, batch.num_reqs, batch.num_tokens)
-
-    def _batch_active(self, batch: ForwardBatch) -> AbstractContextManager[None]:
-        return active_batch(batch) if self.backend.has_eager_breaks else nullcontext()
 
     def _key_miss_reason(self, key: ShapeKey) -> GraphMiss:
         if not self._is_attention_able():

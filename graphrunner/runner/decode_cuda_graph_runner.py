@@ -38,6 +38,10 @@ VARIANT_OF_NEED = {
 }
 
 
+_Kind = tuple[tuple[int, ...], tuple[int, ...], ForwardMode, int, SamplingNeed]
+"""All of a step that its views depend on: rows, how many drafts each has, mode, width, need."""
+
+
 class DecodeCudaGraphRunner(BaseGraphRunner):
     """Sizes count requests. A step whose rows did not change loads nothing: the recording advances the rows itself.
 
@@ -93,6 +97,8 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
         self._advance = advance_for(device, largest, is_traced=traced)
         self._advance_accepted = advance_accepted_for(device, largest, query_width, is_traced=traced)
         self._held: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # rows and draft counts in the buffers
+        self._served: _Kind | None = None  # what the last loaded step was of
+        self._loaded_last: LoadedBatch
         account.limits(name, f"largest captured size {largest}, max_num_seqs {context.table.max_num_seqs}")
 
     def all_keys(self) -> Iterable[ShapeKey]:
@@ -108,8 +114,18 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             return GraphMiss(GraphMissReason.NUM_REQS, batch.num_reqs, self.sizes[-1])
         return None
 
+    def graph_miss_reason(self, batch: ScheduledBatch) -> GraphMiss | None:
+        """See `BaseGraphRunner.graph_miss_reason`; a step like the one before is not looked at again."""
+        is_same = self._kind_of(batch) == self._served and not batch.needs_all_logits
+        if is_same and batch.max_seq_len <= self.context.max_seq_len:
+            return None
+        return super().graph_miss_reason(batch)
+
     def load_batch(self, batch: ScheduledBatch) -> LoadedBatch:
         """Write the row numbers (and how many drafts each has), unless they are there. See `BaseRunner.load_batch`."""
+        kind = self._kind_of(batch)
+        if kind == self._served:
+            return self._loaded_last
         key = self._make_graph_key(batch)
         assert key is not None, f"{batch.num_reqs} requests exceed the largest captured size {self.sizes[-1]}"
         held = (batch.rows, batch.num_draft_tokens)
@@ -119,7 +135,9 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
                 columns["num_drafts"] = np.asarray(batch.num_draft_tokens, np.int32)
             self.buffers.load(columns, batch.num_tokens, key.num_tokens, key.num_reqs)
             self._held = held
-        return self._loaded(key, batch)
+        self._loaded_last = self._loaded(key, batch)
+        self._served = None if self.backend.has_eager_breaks else kind
+        return self._loaded_last
 
     def capture_prepare(self, key: ShapeKey) -> ForwardBatch:
         """Views of one size, all rows the dummy row."""
@@ -179,7 +197,15 @@ class DecodeCudaGraphRunner(BaseGraphRunner):
             tensor.fill_(value)
         if derived.draft_tokens is not None:
             derived.draft_tokens.fill_(value)
-        self._held = ((), ())
+        self._held, self._served = ((), ()), None
+
+    def close(self) -> None:
+        """See `BaseGraphRunner.close`."""
+        self._served = None
+        super().close()
+
+    def _kind_of(self, batch: ScheduledBatch) -> _Kind:
+        return batch.rows, batch.num_draft_tokens, batch.mode, batch.max_query_len, batch.sampling_need
 
     def _make_graph_key(self, batch: ScheduledBatch) -> ShapeKey | None:
         size = bucket_for(batch.num_reqs, self.sizes)

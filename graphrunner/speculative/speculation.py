@@ -39,6 +39,7 @@ class Speculation:
 
     Attributes:
         num_lookahead: see `DraftPlanner`.
+        has_device_drafts: whether the proposer reads steps that were launched.
     """
 
     def __init__(self, proposer: Proposer, controller: DraftController, max_drafts: int) -> None:
@@ -51,11 +52,8 @@ class Speculation:
         self._unsettled: set[tuple[int, int]] = set()  # shapes whose next step may record a graph first
         self._num_rounds = 0
         self._is_alarmed = False
-
-    @property
-    def has_device_drafts(self) -> bool:
-        """Whether the proposer reads steps that were launched."""
-        return isinstance(self.proposer, DeviceProposer)
+        # Asked several times a round, and slow to ask of abstract classes.
+        self.has_device_drafts = isinstance(proposer, DeviceProposer)
 
     def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
         """See `DraftPlanner.plan`."""
@@ -87,7 +85,7 @@ class Speculation:
 
     def num_drafts_after(self, batch: ScheduledBatch) -> int | None:
         """How many drafts a device proposer is to leave after a step, 0 to only take its tokens in; None: no call."""
-        if not isinstance(self.proposer, DeviceProposer):
+        if not self.has_device_drafts:
             return None
         rows = _sampled_rows(batch)
         width = self.controller.choose_width(rows, [self._max_drafts] * len(rows))
@@ -129,7 +127,7 @@ class Speculation:
     def _is_typical(self, batch: ScheduledBatch, record: StepRecord) -> bool:
         """Whether the step's time says what others like it will take."""
         width = batch.max_query_len
-        if isinstance(self.proposer, DeviceProposer) and self._num_proposed != width - 1:
+        if self.has_device_drafts and self._num_proposed != width - 1:
             return False  # it verified some number of drafts and proposed another: the price of neither
         shape = (batch.num_reqs, width)
         if record.miss_reason is not None and record.miss_reason.reason is GraphMissReason.NOT_CAPTURED:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from graphrunner.core.engine_stats import EngineStats
+from graphrunner.core.graph_miss import GraphMissReason
 from graphrunner.core.outputs import StepRecord
-from graphrunner.telemetry.token_counts import AcceptedLengths, TokenCounts
+from graphrunner.core.shape_key import ShapeKey
+from graphrunner.telemetry.token_counts import StepTokens, TokenCounts
 
 
 class EngineMetrics:
@@ -25,10 +27,6 @@ class EngineMetrics:
             buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
             registry=registry,
         )
-        self._tokens = Counter("graphrunner_tokens", "Tokens computed", registry=registry)
-        self._padding = Counter("graphrunner_padding_tokens", "Tokens computed for nobody", registry=registry)
-        self._drafts = Counter("graphrunner_draft_tokens", "Draft tokens verified", registry=registry)
-        self._accepted = Counter("graphrunner_draft_tokens_accepted", "Draft tokens that stand", registry=registry)
         self._first_token_s = Histogram(
             "graphrunner_time_to_first_token_seconds",
             "From admission to the first token",
@@ -43,9 +41,10 @@ class EngineMetrics:
             "graphrunner_prompt_tokens_cached", "Tokens of prompts found in the prefix cache", registry=registry
         )
         self._finished = Counter("graphrunner_requests_finished", "Ended sequences", ["reason"], registry=registry)
-        self._accepted_lengths = AcceptedLengths()
-        registry.register(self._accepted_lengths)
-        self._series: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}  # of one kind of step
+        self._step_tokens = StepTokens()
+        registry.register(self._step_tokens)
+        # Of one kind of step.
+        self._series: dict[tuple[str, ShapeKey | None, GraphMissReason | None], tuple[Counter, Histogram]] = {}
         self._num_preemptions_seen = 0
         self._preemptions = Counter("graphrunner_preemptions", "Requests that lost their pages", registry=registry)
         self._running = Gauge("graphrunner_requests_running", "Requests with pages", registry=registry)
@@ -62,20 +61,18 @@ class EngineMetrics:
 
     def add_step(self, record: StepRecord) -> None:
         """Count a finished step."""
-        miss = record.miss_reason.reason.name if record.miss_reason else ""
         # Eager keys are exact sizes: one label for all of them keeps the number of series bounded.
-        key = str(record.key) if record.is_graph else "exact"
-        labels = (record.runner, key, miss)
-        series = self._series.get(labels)
+        miss = record.miss_reason.reason if record.miss_reason else None
+        kind = record.runner, record.key if record.is_graph else None, miss
+        series = self._series.get(kind)
         if series is None:
-            series = self._series[labels] = (self._steps.labels(*labels), self._step_s.labels(record.runner))
+            key, name = str(record.key) if record.is_graph else "exact", miss.name if miss else ""
+            steps = self._steps.labels(record.runner, key, name)
+            series = self._series[kind] = (steps, self._step_s.labels(record.runner))
         series[0].inc()
         series[1].observe(record.duration_ms / 1e3)
-        self._tokens.inc(record.num_tokens)
-        self._padding.inc(record.num_padding_tokens)
-        self._drafts.inc(record.num_drafts)
-        self._accepted.inc(record.num_accepted)
-        self._accepted_lengths.add(record.accepted_lengths)
+        accepted = record.accepted_lengths
+        self._step_tokens.add(record.num_tokens, record.num_padding_tokens, record.num_drafts, accepted)
 
     def add_first_token(self, waited_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count a sequence whose first token came, `waited_s` after it was admitted."""

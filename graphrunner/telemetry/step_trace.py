@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from graphrunner.core.outputs import StepRecord
+from graphrunner.core.shape_key import ShapeKey
 
 
 class StepTrace:
@@ -20,7 +21,7 @@ class StepTrace:
     def __init__(self, capacity: int = 4096) -> None:
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self.num_by_runner: Counter[str] = Counter()
-        self.num_by_key: Counter[tuple[str, str]] = Counter()
+        self.num_by_key: Counter[tuple[str, ShapeKey]] = Counter()
         self.num_by_miss: Counter[str] = Counter()
         self.num_tokens = 0
         self.num_padding_tokens = 0
@@ -33,7 +34,7 @@ class StepTrace:
         self.num_padding_tokens += record.num_padding_tokens
         if record.is_graph:
             # Eager keys are exact sizes, without number.
-            self.num_by_key[record.runner, str(record.key)] += 1
+            self.num_by_key[record.runner, record.key] += 1
         if record.miss_reason is not None:
             self.num_by_miss[record.miss_reason.reason.name] += 1
 

@@ -45,21 +45,31 @@ class TokenCounts(Collector):
         )
 
 
-class AcceptedLengths(Collector):
-    """How many drafts stood, by request and round. One writer."""
+class StepTokens(Collector):
+    """Tokens that steps computed and verified, and how many drafts stood, by request and round. One writer."""
 
     def __init__(self) -> None:
+        self._num_tokens = self._num_padding = self._num_drafts = 0
         self._counts = [0] * (len(_BOUNDS_DRAFTS) + 1)
         self._num_accepted = 0
 
-    def add(self, lengths: Sequence[int]) -> None:
-        """Count the rounds of one step, one a request."""
-        for length in lengths:
+    def add(self, num_tokens: int, num_padding: int, num_drafts: int, accepted_lengths: Sequence[int]) -> None:
+        """Count one step; `accepted_lengths` has an entry for each request whose drafts it verified."""
+        self._num_tokens += num_tokens
+        self._num_padding += num_padding
+        self._num_drafts += num_drafts
+        for length in accepted_lengths:
             self._counts[bisect_left(_BOUNDS_DRAFTS, length)] += 1
             self._num_accepted += length
 
     def collect(self) -> Iterator[Metric]:
-        """The family, for a registry."""
+        """The families, for a registry."""
+        yield CounterMetricFamily("graphrunner_tokens", "Tokens computed", value=self._num_tokens)
+        padding = "Tokens computed for nobody"
+        yield CounterMetricFamily("graphrunner_padding_tokens", padding, value=self._num_padding)
+        yield CounterMetricFamily("graphrunner_draft_tokens", "Draft tokens verified", value=self._num_drafts)
+        stand = "Draft tokens that stand"
+        yield CounterMetricFamily("graphrunner_draft_tokens_accepted", stand, value=self._num_accepted)
         totals = accumulate(self._counts)
         bounds = [f"{bound:.1f}" for bound in _BOUNDS_DRAFTS] + ["+Inf"]
         buckets = [(bound, float(total)) for bound, total in zip(bounds, totals, strict=True)]

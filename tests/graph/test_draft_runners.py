@@ -130,9 +130,9 @@ def test_refusals(make) -> None:
         verify = runner.graph_miss_reason(good.batch)
         assert None in (decode, verify), "each takes one kind or both"
         assert runner.graph_miss_reason(prompt_batch(good)).reason is GraphMissReason.MODE
-        assert runner.graph_miss_reason(world.round_of([1, 2], width=WIDTH - 1).batch).reason is (
-            GraphMissReason.QUERY_LEN
-        )
+        if runner.widths != (1,):  # else it follows the newest token of each row, whatever the step's width
+            between = runner.graph_miss_reason(world.round_of([1, 2], width=WIDTH - 1).batch)
+            assert between.reason is GraphMissReason.QUERY_LEN
         many = world.round_of(list(range(1, MAX_REQS + 1)), width=WIDTH if verify is None else 1)
         assert runner.graph_miss_reason(many.batch).reason is GraphMissReason.NUM_REQS
         runner.close()

@@ -35,7 +35,7 @@ def test_trace_keeps_the_last_and_counts_all():
     trace.add(record(5, miss=GraphMissReason.NUM_REQS))
     assert [kept.step_id for kept in trace.records] == [3, 4, 5]
     assert trace.num_by_runner == {"decode": 5, "eager": 1}
-    assert trace.num_by_key == {("decode", "4t x 4r greedy"): 5}
+    assert trace.num_by_key == {("decode", ShapeKey(4, 4, ForwardVariant.GREEDY)): 5}
     assert trace.num_by_miss == {"NUM_REQS": 1}
     assert (trace.num_tokens, trace.num_padding_tokens) == (18, 5)
 

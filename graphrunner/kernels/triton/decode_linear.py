@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.activation import gate_mul
@@ -138,10 +139,16 @@ def _prepare_skinny(
     grid = skinny_grid(config, call.shape.num_outputs, num_rows)
     halves = 2 if call.mode is LinearMode.GATED else 1
     partial_sums, arrived = split_buffers(config, halves, grid, num_rows, call.x)
+    block_b = row_block(config, num_rows)
+    is_described = config.is_described and runtime.has_tensor_descriptors(device)
+    x, weight = call.x, call.weight
+    if is_described:
+        x = TensorDescriptor.from_tensor(x, [block_b, config.block_k])
+        weight = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
     pdl = runtime.use_dependent_launch(device)
     operands = (
-        call.x,
-        call.weight,
+        x,
+        weight,
         call.bias if call.bias is not None else unread,
         call.residual if call.residual is not None else unread,
         call.out,
@@ -154,7 +161,7 @@ def _prepare_skinny(
     )
     settings = {
         "K": width,
-        "BLOCK_B": row_block(config, num_rows),
+        "BLOCK_B": block_b,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "SPLITS": config.slices,
@@ -163,6 +170,7 @@ def _prepare_skinny(
         "IS_GELU": call.is_gelu,
         "HAS_BIAS": call.bias is not None,
         "AHEAD": ask_ahead_bytes(config, width // config.slices * call.weight.element_size(), device),
+        "IS_DESCRIBED": is_described,
         "PDL": pdl,
         "num_warps": config.num_warps,
         "launch_pdl": pdl,

@@ -69,6 +69,7 @@ class LinearConfig:
         block_b: rows of x a program multiplies at most (SKINNY only).
         ahead_bytes: of each weight row, asked for before the wait (SKINNY only).
         has_fixed_rows: tiles of `block_b` rows however few there are (SKINNY only).
+        is_described: tiles are loaded through tensor descriptors, where the device has them (SKINNY only).
     """
 
     kind: LinearKind
@@ -82,6 +83,7 @@ class LinearConfig:
     block_b: int = 64
     ahead_bytes: int = 0
     has_fixed_rows: bool = False
+    is_described: bool = False
 
 
 LIBRARY_CONFIG = LinearConfig(LinearKind.LIBRARY)

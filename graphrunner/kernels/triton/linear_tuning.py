@@ -79,8 +79,10 @@ def candidate_configs(problem: LinearProblem, is_exhaustive: bool = False) -> li
         found += _vector_candidates(problem, is_exhaustive)
     if num_rows <= MAX_FUSED_ROWS and (num_rows > 1 or shape.num_inputs <= _MAX_INPUTS_OF_ONE_ROW_MMA):
         found += _tensor_core_candidates(problem, is_exhaustive)
-    if num_rows > 4:
+    described = _described_candidates(problem) if num_rows > MAX_FUSED_ROWS else []
+    if num_rows > 4 and (is_exhaustive or not described):
         found += _skinny_candidates(problem, is_exhaustive)
+    found += described
     return [config for config in dict.fromkeys(found) if is_valid(config, shape, num_rows, problem.dtype)]
 
 
@@ -162,6 +164,31 @@ def _skinny_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
                 if num_stages >= 2:
                     config = LinearConfig(LinearKind.SKINNY, block_n, block_k, slices, num_warps, num_stages)
                     found.append(replace(config, block_b=block_b, ahead_bytes=_AHEAD_BYTES))
+    return found
+
+
+def _described_candidates(problem: LinearProblem) -> list[LinearConfig]:
+    """Tiles through tensor descriptors: without a thread's addresses there is room for larger ones."""
+    shape, num_rows, device = problem.shape, problem.num_rows, torch.device("cuda", 0)
+    if not runtime.has_tensor_descriptors(device):
+        return []
+    halves = 2 if shape.mode is LinearMode.GATED else 1
+    num_multiprocessors = runtime.num_multiprocessors(device)
+    block_bs = sorted({min(size, runtime.next_power_of_2(num_rows)) for size in (64, 128, 256)})
+    block_k = 64  # a line of 128 bytes
+    found = []
+    for block_b, (block_n, num_warps), ring_bytes in itertools.product(
+        block_bs, ((64, 4), (128, 4), (128, 8)), (104 << 10, 208 << 10)
+    ):
+        if block_n * block_b * halves > 16384 * (num_warps // 4):
+            continue  # sums past 128 registers a thread
+        stage_bytes = (block_n * halves + block_b) * block_k * problem.dtype.itemsize
+        num_tiles = runtime.cdiv(shape.num_outputs, block_n) * runtime.cdiv(num_rows, block_b)
+        for slices in _good_splits(shape, num_tiles, block_k, num_multiprocessors, is_exhaustive=False):
+            num_stages = min(ring_bytes // stage_bytes, shape.num_inputs // (slices * block_k), 8)
+            if num_stages >= 2:
+                config = LinearConfig(LinearKind.SKINNY, block_n, block_k, slices, num_warps, num_stages)
+                found.append(replace(config, block_b=block_b, is_described=True))
     return found
 
 

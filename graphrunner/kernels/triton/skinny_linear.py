@@ -33,40 +33,52 @@ def _ask_l2(row_ptr, NUM_BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ROWS"])
 def skinny_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, partial_ptr, arrived_ptr, N, ROWS,
+    x, weight, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, partial_ptr, arrived_ptr, N, ROWS,
     K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    IS_DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One (block of rows, tile of N, split of K): programs side by side share the weight tile."""
+    """One (block of rows, tile of N, split of K): programs side by side share the weight tile.
+
+    x and weight are pointers, or tensor descriptors where IS_DESCRIBED.
+    """
     first_row = tl.program_id(0) * BLOCK_B
     tile = tl.program_id(1)
     split = tl.program_id(2)
     SLICE: tl.constexpr = K // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     b = first_row + tl.arange(0, BLOCK_B)
-    k = split * SLICE + tl.arange(0, BLOCK_K)
-    weight_row = tl.minimum(n, N - 1).to(tl.int64)
-    up_ptr = weight_ptr + N.to(tl.int64) * K
-    if AHEAD != "0":
-        _ask_l2(weight_ptr + weight_row * K + split * SLICE, AHEAD)
-        if MODE == MODE_GATED:
-            _ask_l2(up_ptr + weight_row * K + split * SLICE, AHEAD)
-    weight_offsets = weight_row[:, None] * K + k[None, :]
-    x_offsets = b[:, None] * K + k[None, :]
-    is_row = (b < ROWS)[:, None]
+    if not IS_DESCRIBED:
+        k = split * SLICE + tl.arange(0, BLOCK_K)
+        weight_row = tl.minimum(n, N - 1).to(tl.int64)
+        up_ptr = weight + N.to(tl.int64) * K
+        if AHEAD != "0":
+            _ask_l2(weight + weight_row * K + split * SLICE, AHEAD)
+            if MODE == MODE_GATED:
+                _ask_l2(up_ptr + weight_row * K + split * SLICE, AHEAD)
+        weight_offsets = weight_row[:, None] * K + k[None, :]
+        x_offsets = b[:, None] * K + k[None, :]
+        is_row = (b < ROWS)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for i in tl.range(0, SLICE // BLOCK_K, num_stages=STAGES):
-        w = tl.load(weight_ptr + weight_offsets + i * BLOCK_K)
-        x = tl.load(x_ptr + x_offsets + i * BLOCK_K, mask=is_row, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if IS_DESCRIBED:
+            column = split * SLICE + i * BLOCK_K
+            w_tile = weight.load([tile * BLOCK_N, column])
+            x_tile = x.load([first_row, column])
+        else:
+            w_tile = tl.load(weight + weight_offsets + i * BLOCK_K)
+            x_tile = tl.load(x + x_offsets + i * BLOCK_K, mask=is_row, other=0.0)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
         if MODE == MODE_GATED:
-            w_up = tl.load(up_ptr + weight_offsets + i * BLOCK_K)
-            up_acc = tl.dot(w_up, tl.trans(x), up_acc, input_precision="ieee")
+            if IS_DESCRIBED:
+                up_tile = weight.load([N + tile * BLOCK_N, column])
+            else:
+                up_tile = tl.load(up_ptr + weight_offsets + i * BLOCK_K)
+            up_acc = tl.dot(up_tile, tl.trans(x_tile), up_acc, input_precision="ieee")
     is_last = True
     if SPLITS > 1:
         HALVES: tl.constexpr = 2 if MODE == MODE_GATED else 1

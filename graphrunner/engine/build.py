@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from graphrunner.engine.residency import Residency
 from graphrunner.engine.token_engine import TokenEngine
 from graphrunner.engine.tokenizer import load_tokenizer, source_of
 from graphrunner.kernels.triton.compile_ahead import KernelCompiler, start_kernel_compiler
+from graphrunner.kernels.triton.known_kernels import KnownKernels
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.pool import KVPool, KVSpec
 from graphrunner.kvcache.prefix_cache import NoPrefixCache
@@ -150,7 +152,7 @@ def _core(
     reload = partial(reload_weights, model, source, seed=config.load.seed)
     memory = ModelMemory(model, proposer.modules() if proposer else ())
     residency = Residency(config.cache, limits, memory, pool, model_runner, reload)
-    residency.settle(clock, compiler.rehearsal() if compiler is not None else None)
+    residency.settle(clock, _rehearsal(parts, compiler, clock))
     allocator.cut(pool.num_pages)
     core = EngineCore(
         _scheduler(config, limits, allocator, speculation),
@@ -161,6 +163,24 @@ def _core(
     )
     clock.lap("scheduler")
     return core, residency
+
+
+def _rehearsal(
+    parts: RunnerParts, compiler: KernelCompiler | None, clock: StartupClock
+) -> AbstractContextManager[None] | None:
+    """What tells of kernels before they are launched; None where they are loaded already, or are met as they come."""
+    if compiler is None:
+        return None
+    from graphrunner.kernels.triton.runtime import device_key
+
+    config, model = parts.config, parts.model
+    decides = (config.load, config.cache, config.graph, config.speculative, parts.limits, model.config, model.options)
+    known = KnownKernels((device_key(parts.device), *map(repr, decides)))
+    if not known.load():
+        return compiler.rehearsal(known)
+    compiler.close()
+    clock.lap("kernels")
+    return None
 
 
 def _open_pool(

@@ -1,21 +1,18 @@
 """Configurations with transformers' defaults filled in, kept on disk: importing transformers takes seconds.
 
 Note [a cached configuration]. A file's name is a digest of all that the answer depends on: config.json as read, the
-installed release of transformers, and our format. It opens with a digest of what follows, so that a file which is
-torn, altered or not ours is not taken for an answer; it is written again. Nothing here ever fails a start.
+installed release of transformers, and our format. A file that is torn, altered or not ours is not taken for an answer;
+it is written again. Nothing here ever fails a start.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from graphrunner.config.cache_file import digest, read_cached, write_cached
 from graphrunner.config.env import cache_dir
 from graphrunner.telemetry.log import get_logger
 
@@ -39,11 +36,8 @@ class ConfigCache:
     def get(self, raw: Mapping[str, object]) -> dict[str, object] | None:
         """What was kept for a config.json; None where nothing usable was. Never imports transformers."""
         path = self._path(raw)
-        try:
-            digest, _, text = path.read_text(encoding="utf-8").partition("\n") if path else ("", "", "")
-        except (OSError, ValueError):
-            return None
-        if not text or digest != _digest(text):
+        text = None if path is None else read_cached(path)
+        if text is None:
             return None
         value = json.loads(text)
         return value if isinstance(value, dict) else None
@@ -54,8 +48,7 @@ class ConfigCache:
         if path is None:
             return
         try:
-            text = json.dumps(config)
-            _write_whole(path, f"{_digest(text)}\n{text}")
+            write_cached(path, json.dumps(config))
         except OSError as cause:
             log.info("a configuration could not be kept: %s", cause)
 
@@ -70,7 +63,7 @@ class ConfigCache:
             return None
         if "dev" in version:  # not a release: the same name may mean other code tomorrow
             return None
-        return folder / f"{_digest(_FORMAT, version, json.dumps(raw, sort_keys=True))[:24]}.json"
+        return folder / f"{digest(_FORMAT, version, json.dumps(raw, sort_keys=True))[:24]}.json"
 
 
 def _mentions(value: object, names: tuple[str, ...]) -> bool:
@@ -78,21 +71,3 @@ def _mentions(value: object, names: tuple[str, ...]) -> bool:
     if isinstance(value, Mapping):
         return any(name in value for name in names) or any(_mentions(each, names) for each in value.values())
     return isinstance(value, list) and any(_mentions(each, names) for each in value)
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write beside and move into place: another process sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise

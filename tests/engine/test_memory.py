@@ -17,6 +17,7 @@ from graphrunner.engine import build, residency
 from graphrunner.engine.graph_forecast import GraphForecast
 from graphrunner.engine.memory_plan import GRAPH_BYTES
 from graphrunner.execution.recording import RecordingBackend
+from graphrunner.kernels.triton.known_kernels import KnownKernels
 from graphrunner.telemetry import startup
 
 TOTAL, OTHERS, STEP, GRAPH = 2048 * MIB, 300 * MIB, 100 * MIB, 2 * MIB
@@ -221,10 +222,12 @@ class Compiler:
     def __init__(self, problem: Exception | None = None) -> None:
         self.problem = problem
         self.calls: list[str] = []
+        self.known: list[KnownKernels] = []
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def rehearsal(self, known: KnownKernels) -> Iterator[None]:
         self.calls.append("begin")
+        self.known.append(known)
         if self.problem is not None:
             raise self.problem
         yield
@@ -243,6 +246,29 @@ def test_kernels_are_a_phase_of_their_own_before_the_largest_step(make_llm: Make
     assert compiler.calls == ["begin", "end", "close"]
     (prompt,) = prompts_of([20])
     assert generate(llm, [prompt], greedy(6)) == [solo(prompt, 6)]
+
+
+def test_known_kernels_take_the_place_of_a_rehearsal(make_llm: Make, solo, card, monkeypatch) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
+    monkeypatch.setattr(KnownKernels, "load", lambda self: True)
+    llm = make_llm(**GRAPHS, **SIZES, **OPEN)
+    names = [phase.name for phase in llm.startup_report().phases]
+    assert names.index("kernels") + 1 == names.index("largest step")
+    assert compiler.calls == ["close", "close"]
+    (prompt,) = prompts_of([20])
+    assert generate(llm, [prompt], greedy(6)) == [solo(prompt, 6)]
+
+
+def test_equal_settings_have_one_list_of_kernels(make_llm: Make, card, monkeypatch, tmp_path) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
+    monkeypatch.setenv("GRAPHRUNNER_CACHE", str(tmp_path))
+    for options in ({}, {"trace": str(tmp_path / "steps")}, {"seed": 1}, {"decode_sizes": [1, 2]}):
+        make_llm(**GRAPHS | SIZES | OPEN | options).close()
+        card.graph_bytes = 0
+    plain, watched, seeded, smaller = (known._path() for known in compiler.known)
+    assert plain == watched and len({plain, seeded, smaller}) == 3 and plain.parent.parent == tmp_path
 
 
 def test_a_rehearsal_that_fails_costs_a_warning(make_llm: Make, card, monkeypatch, caplog) -> None:

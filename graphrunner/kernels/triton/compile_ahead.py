@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
+from graphrunner.kernels.triton.known_kernels import KnownKernels, asked_before_compiling
 from graphrunner.telemetry.log import get_logger
 
 if TYPE_CHECKING:
@@ -49,25 +50,24 @@ class KernelCompiler:
             stderr=subprocess.DEVNULL, start_new_session=True, text=True,
         )  # fmt: skip
         self._orders: dict[str, None] = {}
+        self._met: dict[str, None] = {}
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def rehearsal(self, known: KnownKernels | None = None) -> Iterator[None]:
         """Inside, kernels are not run: what they would have written stays as it was. On leaving, all are compiled.
 
         Once only: the server ends with it.
-        """
-        from triton import knobs
 
+        Args:
+            known: remembers what was met.
+        """
         from graphrunner.kernels.triton import runtime
 
-        before = knobs.runtime.jit_cache_hook
-        knobs.runtime.jit_cache_hook = self._order
-        try:
-            with runtime.compiling_only():
-                yield
-        finally:
-            knobs.runtime.jit_cache_hook = before
+        with asked_before_compiling(self._order), runtime.compiling_only():
+            yield
         self._finish()
+        if known is not None:
+            known.save(self._met)
 
     def close(self) -> None:
         """End the server and its workers. Idempotent."""
@@ -82,7 +82,8 @@ class KernelCompiler:
     def _order(self, *, fn: JitFunctionInfo, compile: Mapping[str, object], **_told: object) -> bool:
         """Triton's hook before it compiles, with its names; whether it shall not."""
         order = str(compile["specialization_data"])
-        if _is_cached(fn.jit_function, compile, order):
+        self._met[order] = None
+        if is_cached(fn.jit_function, compile, order):
             return False
         self._orders[order] = None
         return True
@@ -117,7 +118,7 @@ def start_kernel_compiler() -> KernelCompiler | None:
         return None
 
 
-def _is_cached(kernel: JITFunction, told: Mapping[str, object], order: str) -> bool:
+def is_cached(kernel: JITFunction, told: Mapping[str, object], order: str) -> bool:
     """Whether Triton would find this specialised kernel on disk: the first half of its `compile`."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, make_backend

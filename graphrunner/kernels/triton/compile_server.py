@@ -18,7 +18,7 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from graphrunner.kernels.triton.runtime import name_kernel
+from graphrunner.kernels.triton.known_kernels import preload
 
 _LONGEST_COMPILE_S = 60
 
@@ -45,12 +45,9 @@ def compile_kernel(order: str) -> None:
         order: Triton's own description of a specialised kernel, in JSON.
     """
     described = json.loads(order)
-    module, _, name = described["name"].rpartition(".")
     capability = int(described["options"]["arch"].removeprefix("sm"))
     driver.set_active(OfflineDriver(GPUTarget("cuda", capability, 32)))
-    kernel = getattr(import_module(module), name)
-    name_kernel(kernel)
-    compiled = kernel.preload(order)
+    compiled = preload(order)
     CudaLauncher(compiled.src, compiled.metadata)
 
 

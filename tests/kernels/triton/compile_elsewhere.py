@@ -32,11 +32,16 @@ def launch_all(names: list[str]) -> bool:
     return bool((residual != 3.0).any())
 
 
-def main(direction: str) -> None:
+def pretend_h200() -> None:
+    """Kernels are made as there."""
     driver.set_active(StreamDriver(GPUTarget("cuda", 90, 32)))
     runtime.use_dependent_launch = lambda device: True
     runtime.num_multiprocessors = lambda device: 132
     runtime.device_key = lambda device: "sm90x132"
+
+
+def main(direction: str) -> None:
+    pretend_h200()
     names = ["gate", "partials", "residual"]
     names = names if direction == "forwards" else names[::-1]
     found: list[bool] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from graphrunner.config.cache_file import digest
 from graphrunner.config.env import cache_dir
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.errors import ModelLoadError
@@ -125,7 +126,7 @@ def test_a_damaged_file_is_made_again(folder: Path, kept: Path, asked: Asked, da
             "altered": data.replace(b'"vocab_size": 96', b'"vocab_size": 95'),
             "foreign": b'{"vocab_size": 95}',
             "not text": b"\xff" * 100,
-            "a list": f"{config_cache._digest('[]')}\n[]".encode(),
+            "a list": f"{digest('[]')}\n[]".encode(),
         }[damage]
     )
     assert read_twice(folder) == (whole, whole)

@@ -9,6 +9,8 @@ from graphrunner.core.sampling_params import MAX_SPECULATIVE_TOKENS
 
 _DEFAULT_COUNT = 4
 _DEFAULT_STEPS = 5
+_LOOKUP_DEFAULTS = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+_WITHOUT_LOOKUP = ("draft_model", "eagle", "mtp", "frozen_kv_mtp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +35,9 @@ class SpeculativeConfig:
     (at most 7, here the default) are verified, as a tree. None is one guess after the other."""
     speculative_num_steps: int | None = None
     """eagle, with `speculative_eagle_topk`: levels of the tree, 1 to 7. None is 5, or as many as there are drafts."""
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = _LOOKUP_DEFAULTS["prompt_lookup_min"]
     """ngram: fewest tokens that must repeat before what followed them is proposed."""
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int = _LOOKUP_DEFAULTS["prompt_lookup_max"]
     """ngram: most tokens that are compared; the longest repeat wins."""
     adaptive: bool = True
     """Verify fewer drafts, or none, where measured step times and recent acceptance say that more would cost time."""
@@ -43,8 +45,11 @@ class SpeculativeConfig:
     """Propose nothing while at least this many requests decode; None leaves it to `adaptive`."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+        for name, default in _LOOKUP_DEFAULTS.items():
             _check_int(name, getattr(self, name), 1, MAX_SPECULATIVE_TOKENS)
+            if self.method in _WITHOUT_LOOKUP and getattr(self, name) != default:
+                problem = f"is for method ngram: method {self.method} looks nothing up"
+                raise ConfigError(f"speculative_config.{name}", getattr(self, name), problem)
         if self.num_speculative_tokens is not None:
             _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if self.speculative_token_tree is not None:

@@ -42,6 +42,7 @@ from graphrunner.sampling.sampler import Sampler
 from graphrunner.sampling.structured_output import StructuredOutputCompiler
 from graphrunner.sampling.verifier import Verifier
 from graphrunner.speculative.draft_controller import MAX_ADAPTIVE_REQS, DraftController, widths_of
+from graphrunner.speculative.missed_tokens import MissedTokens
 from graphrunner.speculative.proposer import DeviceProposer, Proposer, ProposerContext, TargetNeeds
 from graphrunner.speculative.speculation import Speculation
 from graphrunner.telemetry.log import get_logger
@@ -126,9 +127,10 @@ class RunnerParts:
             return None
         sizes = self._verify_sizes()
         num_own = len(context.kv_layers)
+        own = replace(context, kv_layers=layers[num_own:])
         self.proposer.bind(
             ProposerContext(
-                runner_context=replace(context, kv_layers=layers[num_own:]),
+                runner_context=own,
                 target_kv_layers=context.kv_layers,
                 sampling_rows=sampler.rows,
                 pick=sampler.sample_in_graph,
@@ -145,7 +147,8 @@ class RunnerParts:
             widths, sizes, is_adaptive=config.adaptive, disable_at=config.disable_by_batch_size,
             num_levels=None if tree is None else tree.num_levels,
         )  # fmt: skip
-        return Speculation(self.proposer, controller, config.num_drafts)
+        missed = MissedTokens(own) if own.kv_layers else None
+        return Speculation(self.proposer, controller, config.num_drafts, missed)
 
     def _uniform_backend(self, graph_pool: GraphPool | None = None) -> ExecutionBackend | None:
         """A backend for steps with the same number of tokens in every request; None where graphs are off."""

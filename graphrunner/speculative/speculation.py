@@ -13,6 +13,7 @@ from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.core.shape_key import ForwardMode
 from graphrunner.runner.base_graph_runner import BaseGraphRunner
 from graphrunner.speculative.draft_controller import DraftController
+from graphrunner.speculative.missed_tokens import MissedTokens
 from graphrunner.speculative.proposer import DeviceProposer, DraftRound, DraftSequence, HostProposer, Proposer
 from graphrunner.telemetry.log import get_logger
 
@@ -36,14 +37,18 @@ class Speculation:
         proposer: bound.
         controller: chooses widths.
         max_drafts: the engine's own `num_speculative_tokens`.
+        missed: keeps account of steps that a draft with KV is not told about; None for others.
 
     Attributes:
         num_lookahead: see `DraftPlanner`.
         has_device_drafts: whether the proposer reads steps that were launched.
     """
 
-    def __init__(self, proposer: Proposer, controller: DraftController, max_drafts: int) -> None:
+    def __init__(
+        self, proposer: Proposer, controller: DraftController, max_drafts: int, missed: MissedTokens | None = None
+    ) -> None:
         self.proposer = proposer
+        self._missed = missed
         self.controller = controller
         self.num_lookahead = max_drafts if proposer.kv_spec.layers else 0
         self._max_drafts = max_drafts
@@ -82,6 +87,8 @@ class Speculation:
             self.proposer.take_rows(batch.row_inits)
             for init in batch.row_inits:
                 self.controller.forget(init.row)
+            if self._missed is not None:
+                self._missed.forget(init.row for init in batch.row_inits)
 
     def num_drafts_after(self, batch: ScheduledBatch) -> int | None:
         """How many drafts a device proposer is to leave after a step, 0 to only take its tokens in; None: no call."""
@@ -95,10 +102,14 @@ class Speculation:
     def propose(self, round_: DraftRound) -> None:
         """Have the device proposer leave its drafts."""
         assert isinstance(self.proposer, DeviceProposer)
+        if self._missed is not None:
+            self._missed.close(round_.batch)
         self.proposer.propose(round_)
 
     def took_step(self, batch: ScheduledBatch, num_drafts: int | None) -> None:
         """Remember what the device proposer was asked for after a step, None for nothing."""
+        if num_drafts is None and self._missed is not None:
+            self._missed.miss(batch)
         self._num_proposed = num_drafts or 0
         ready = dict.fromkeys(_sampled_rows(batch), self._num_proposed) if num_drafts else {}
         if batch.mode is ForwardMode.PREFILL and self._num_ready:  # decode rows sat the step out; theirs are still good

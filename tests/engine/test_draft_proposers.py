@@ -307,3 +307,31 @@ def test_drafts_are_as_good_after_sleep(
         assert card.used_bytes() == 0
         llm.wake()
         assert run() == expected and card.page_bytes() == held
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "mtp-deepseek"])
+def test_what_a_draft_missed_is_nothing_when_it_is_asked_again(engines, draft: str, monkeypatch) -> None:
+    """Plain steps leave holes in its KV, where anything may stand."""
+    llm = engines("rich", draft, {"adaptive": True})
+    speculation = llm.engine.core.model_runner._speculation
+    layers = speculation.proposer._context.runner_context.kv_layers
+    for layer in layers:
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    widths = iter([3] * 3 + [1] * 9 + [3] * 99)
+    if draft == "eagle1":
+        widths = iter([5] * 3 + [1] * 9 + [5] * 99)
+    monkeypatch.setattr(speculation.controller, "choose_width", lambda rows, num_drafts: next(widths))
+    prompts = prompts_of([7, 5])
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(f"r{index}", {"prompt_token_ids": prompt}, greedy(40))
+    for _ in range(16):
+        llm.engine.step()
+    assert [step.mode.value for step in llm.steps].count("decode") >= 8
+    table = llm.engine.core.model_runner.request_table
+    page_size = layers[0].k.shape[1]
+    for row in (1, 2):
+        places = torch.arange(int(table.num_computed[row]) - 1)
+        pages = table.page_table[row, places // page_size].long()
+        for layer in layers:
+            assert layer.k[pages, places % page_size].isfinite().all()

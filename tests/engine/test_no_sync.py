@@ -182,9 +182,8 @@ SPECULATION = ["ngram", "draft_model"]
 
 
 def speculating(make_llm: Make, folder: Path, method: str, **options: object) -> LLM:
-    config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    if method == "draft_model":
-        config["model"] = str(folder)
+    config: dict[str, object] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    config |= {"model": str(folder)} if method == "draft_model" else {"prompt_lookup_min": 1}
     return make_llm(speculative_config=config, decode_sizes=[4], page_size=PAGE_SIZE, **options)
 
 

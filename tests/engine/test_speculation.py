@@ -15,7 +15,9 @@ K = 4
 @pytest.fixture
 def spec_llm(make_llm, tiny_folder):
     def make(method: str = "oracle", model: str | None = "host:right", k: int = K, **options: object) -> LLM:
-        config = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1, "adaptive": False}
+        config: dict[str, object] = {"method": method, "num_speculative_tokens": k, "adaptive": False}
+        if method == "ngram":
+            config["prompt_lookup_min"] = 1
         if model is not None:
             config["model"] = str(tiny_folder) if model == "self" else model
         return make_llm(speculative_config=config, **options)
@@ -226,6 +228,7 @@ def test_drafts_that_cost_are_dropped_or_told(make_llm, known, solo, caplog, is_
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True"),
         ({"method": "ngram", "speculative_tokens": 3}, "speculative_config.speculative_tokens=3: unknown"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "must not exceed prompt_lookup_max=2"),
+        ({"method": "eagle", "prompt_lookup_max": 3}, "prompt_lookup_max=3: is for method ngram: method eagle looks"),
         ({"method": "draft_model"}, "speculative_config.model=None"),
         ({"method": "ngram", "model": "draft"}, "speculative_config.model='draft': method ngram has no draft"),
         ({"method": "ngram", "adaptive": 1}, "speculative_config.adaptive=1"),

@@ -57,7 +57,9 @@ def engine_of(tiny_folder, draft_folders) -> Callable[..., LLM]:
 
 
 def config_of(method: str, model: str | None, k: int, target: str, folders: dict[str, str]) -> dict[str, object]:
-    config: dict[str, object] = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1}
+    config: dict[str, object] = {"method": method, "num_speculative_tokens": k}
+    if method == "ngram":
+        config["prompt_lookup_min"] = 1
     if model is None:
         return config
     kind, _, name = model.partition(":")

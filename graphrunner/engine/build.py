@@ -174,7 +174,10 @@ def _rehearsal(
     from graphrunner.kernels.triton.runtime import device_key
 
     config, model = parts.config, parts.model
-    decides = (config.load, config.cache, config.graph, config.speculative, parts.limits, model.config, model.options)
+    decides = (
+        type(model), model.config, model.options, config.load.deterministic, config.cache, config.graph,
+        config.speculative, parts.limits,
+    )  # fmt: skip
     known = KnownKernels((device_key(parts.device), *map(repr, decides)))
     if not known.load():
         return compiler.rehearsal(known)

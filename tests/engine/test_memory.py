@@ -260,15 +260,15 @@ def test_known_kernels_take_the_place_of_a_rehearsal(make_llm: Make, solo, card,
     assert generate(llm, [prompt], greedy(6)) == [solo(prompt, 6)]
 
 
-def test_equal_settings_have_one_list_of_kernels(make_llm: Make, card, monkeypatch, tmp_path) -> None:
+def test_settings_that_launch_the_same_have_one_list_of_kernels(make_llm: Make, card, monkeypatch, tmp_path) -> None:
     compiler = Compiler()
     monkeypatch.setattr(build, "_kernel_compiler", lambda device: compiler)
     monkeypatch.setenv("GRAPHRUNNER_CACHE", str(tmp_path))
-    for options in ({}, {"trace": str(tmp_path / "steps")}, {"seed": 1}, {"decode_sizes": [1, 2]}):
+    for options in ({}, {"trace": str(tmp_path / "steps"), "seed": 1}, {"page_size": 8}, {"decode_sizes": [1, 2]}):
         make_llm(**GRAPHS | SIZES | OPEN | options).close()
         card.graph_bytes = 0
-    plain, watched, seeded, smaller = (known._path() for known in compiler.known)
-    assert plain == watched and len({plain, seeded, smaller}) == 3 and plain.parent.parent == tmp_path
+    plain, same, paged, smaller = (known._path() for known in compiler.known)
+    assert plain == same and len({plain, paged, smaller}) == 3 and plain.parent.parent == tmp_path
 
 
 def test_a_rehearsal_that_fails_costs_a_warning(make_llm: Make, card, monkeypatch, caplog) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,9 +71,11 @@ class KnownKernels:
             log.info("the list of kernels could not be kept: %s", cause)
 
     def _path(self) -> Path:
+        import torch
+        import triton
         from triton._C.libtriton import get_cache_invalidating_env_vars
 
-        versions = [metadata.version(name) for name in ("torch", "triton")]
+        versions = (torch.__version__, triton.__version__)
         folder = self._folder if self._folder is not None else cache_dir() / "kernels"
         variables = sorted(get_cache_invalidating_env_vars().items())
         return folder / f"{digest(_FORMAT, *versions, str(variables), _sources(), *self._settings)[:24]}.json"

@@ -46,6 +46,7 @@ class RequestTable:
         self._cells = self.page_table.view(-1)
         self._staging: _Staged | None = None
         self._draft_staging: _Staged | None = None
+        self._draft_rows = self.draft_tokens.view(torch.uint8).unbind() if max_drafts else ()
 
     @property
     def max_num_seqs(self) -> int:
@@ -102,6 +103,12 @@ class RequestTable:
             self._draft_staging = _Staged(self.max_num_seqs * (_INDEX_BYTES + width * _INT_BYTES), self._device)
         staged = self._draft_staging
         host = staged.host_views[staged.begin()]
+        if num_reqs == 1:  # straight to its row: a call less
+            (token_ids,) = batch.draft_token_ids
+            row = self._draft_rows[batch.rows[0]]
+            host[: row.shape[0]].view(np.int32)[:] = (*token_ids, *(-1,) * (width - len(token_ids)))
+            staged.send_to(row)
+            return
         host[:rows_end].view(np.int64)[:] = batch.rows
         drafts = host[rows_end : rows_end + num_reqs * width * _INT_BYTES].view(np.int32).reshape(num_reqs, width)
         drafts[:] = [(*token_ids, *(-1,) * (width - len(token_ids))) for token_ids in batch.draft_token_ids]

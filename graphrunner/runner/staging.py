@@ -36,6 +36,7 @@ class StagingBlock:
         self.host_views: list[np.ndarray] = [host.numpy() for host in self._host_blocks]
         self._fences = [self._device.fence() for _ in self._host_blocks]
         self._turn = 0
+        self._heads: dict[tuple[int, int], torch.Tensor] = {}
         self._pieces: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self) -> int:
@@ -53,6 +54,19 @@ class StagingBlock:
             host = self._host_blocks[self._turn]
             pieces = self._pieces[self._turn, num_bytes] = (self.block[:num_bytes], host[:num_bytes])
         pieces[0].copy_(pieces[1], non_blocking=True)
+        self._fences[self._turn].record()
+
+    def send_to(self, target: torch.Tensor) -> None:
+        """Copy the first bytes of what `begin` handed out to other memory of a device. Sync: none.
+
+        Args:
+            target: uint8 [at most num_bytes], device.
+        """
+        place = self._turn, target.shape[0]
+        head = self._heads.get(place)
+        if head is None:
+            head = self._heads[place] = self._host_blocks[self._turn][: target.shape[0]]
+        target.copy_(head, non_blocking=True)
         self._fences[self._turn].record()
 
 

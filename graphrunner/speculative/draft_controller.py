@@ -126,15 +126,16 @@ class DraftController:
         if len(rows) > self._sizes[-1]:
             return 1
         self._round += 1
-        candidates = (1, *fitting)
-        untried = next((width for width in candidates if not self._cost(len(rows), width).is_known), None)
+        costs = {width: self._cost(len(rows), width) for width in (1, *fitting)}
+        untried = next((width for width, cost in costs.items() if not cost.is_known), None)
         if untried is not None:
             return untried
-        oldest = min(candidates, key=lambda width: self._cost(len(rows), width).last_round)
-        if self._round - self._cost(len(rows), oldest).last_round > _ROUNDS_BETWEEN_PROBES:
+        oldest = min(costs, key=lambda width: costs[width].last_round)
+        if self._round - costs[oldest].last_round > _ROUNDS_BETWEEN_PROBES:
             return oldest
         standing = self._standing(rows, num_drafts)
-        return max(candidates, key=lambda width: self._speed(len(rows), width, standing))
+        # Expected tokens a millisecond.
+        return max(costs, key=lambda width: (len(rows) + sum(standing[: width - 1])) / max(costs[width].ms, 1e-6))
 
     def width_for(self, num_drafts: int) -> int:
         """The smallest width that holds so many drafts, or else the largest; 1 for none."""
@@ -183,13 +184,12 @@ class DraftController:
                     power *= chance
         return standing
 
-    def _speed(self, num_reqs: int, width: int, standing: Sequence[float]) -> float:
-        """Expected tokens a millisecond."""
-        return (num_reqs + sum(standing[: width - 1])) / max(self._cost(num_reqs, width).ms, 1e-6)
-
     def _cost(self, num_reqs: int, width: int) -> StepCost:
         size = bucket_for(num_reqs, self._sizes) or num_reqs
-        return self._costs.setdefault((size, width), StepCost())
+        cost = self._costs.get((size, width))
+        if cost is None:
+            cost = self._costs[size, width] = StepCost()
+        return cost
 
 
 def widths_of(config: SpeculativeConfig) -> tuple[int, ...]:

@@ -62,15 +62,22 @@ class Speculation:
 
     def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
         """See `DraftPlanner.plan`."""
+        if self.has_device_drafts:
+            ready = self._num_ready
+            if not ready:
+                return None
+            counts = [
+                max(0, min(ready.get(request.row, 0), self._most_for(request), useful))
+                for request, useful in zip(requests, num_useful, strict=True)
+            ]
+            # How many are worth it was decided when they were proposed.
+            return self._planned(self.controller.width_for(max(counts, default=0)), counts, ())
+        assert isinstance(self.proposer, HostProposer)
         wanted = [
             max(0, min(self._most_for(request), useful))
             for request, useful in zip(requests, num_useful, strict=True)
         ]  # fmt: skip
         rows = [request.row for request in requests]
-        if not isinstance(self.proposer, HostProposer):
-            counts = [min(count, self._num_ready.get(row, 0)) for row, count in zip(rows, wanted, strict=True)]
-            # How many are worth it was decided when they were proposed.
-            return self._planned(self.controller.width_for(max(counts, default=0)), counts, ())
         asked = [index for index, count in enumerate(wanted) if count]
         sequences = [
             DraftSequence(rows[i], requests[i].prompt_token_ids, requests[i].output_token_ids, wanted[i]) for i in asked
@@ -159,7 +166,8 @@ class Speculation:
     def _planned(self, width: int, counts: Sequence[int], token_ids: tuple[Sequence[int], ...]) -> DraftPlan | None:
         if width == 1:
             return None
-        num_drafts = tuple(min(count, width - 1) for count in counts)
+        most = width - 1
+        num_drafts = tuple([count if count < most else most for count in counts])
         return DraftPlan(width, num_drafts, tuple(ids[: width - 1] for ids in token_ids), self.proposer.is_branching)
 
     def _sound_alarm(self, batch: ScheduledBatch, verified: Sequence[Verified]) -> None:

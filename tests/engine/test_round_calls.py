@@ -165,3 +165,23 @@ def test_a_round_is_two_calls_beside_its_graphs(
         pages = PAGES + Counter({"page appends": 1}) if calls.counts["page appends"] else Counter()
         assert calls.counts <= STEADY + METHODS[name] + pages, dict(calls.counts)
     assert num_rounds >= 10 and num_steady >= 4
+
+
+def test_drafts_of_one_request_go_straight_to_its_row(make_llm: Make, calls: Calls, drafts: dict[str, Path]) -> None:
+    config = config_of("ngram", drafts)
+    options = {"device": "cpu", "page_size": PAGE_SIZE, "max_model_len": 256, "speculative_config": config}
+    plain = make_llm(device="cpu", max_model_len=256)
+    (prompt,) = prompts_of([5])
+    expected = plain.generate([prompt * 3], greedy(100), use_tqdm=False)[0].outputs[0].token_ids
+    llm = make_llm(decode_graph="full", decode_sizes=[1], **options)
+    llm.engine.add_request("r", {"prompt_token_ids": prompt * 3}, greedy(100))
+    met: list[Counter[str]] = []
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        calls.counts.clear()
+        with calls:
+            outputs = llm.engine.step() or outputs
+        if llm.steps[-1].mode is ForwardMode.VERIFY and not calls.counts["page appends"]:
+            met.append(calls.counts.copy())
+    assert list(outputs[0].outputs[0].token_ids) == list(expected)
+    assert len(met) >= 4 and min(count["operators"] for count in met) == 2, "the drafts, and the round's tokens"

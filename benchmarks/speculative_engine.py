@@ -64,8 +64,12 @@ def cold_work() -> Iterator[list[str]]:
             met.append(f"kernel {getattr(fn, 'name', fn)}")
             return False
 
-        with mock.patch.object(knobs.runtime, "jit_cache_hook", compiled):
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = compiled
+        try:
             yield met
+        finally:
+            knobs.runtime.jit_cache_hook = before
 
 
 def warm_runs(run: Callable[[], Made], num_runs: int) -> list[Made]:

@@ -189,7 +189,8 @@ class SpeculationStats:
         self.num_drafts += num_drafts
         self.num_accepted += num_accepted
         for counts, length in ((self.accepted_lengths, num_accepted), (self.drafted_lengths, num_drafts)):
-            counts.extend([0] * (length + 1 - len(counts)))
+            if length >= len(counts):
+                counts.extend([0] * (length + 1 - len(counts)))
             counts[length] += 1
 
     @property

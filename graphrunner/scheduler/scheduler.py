@@ -223,15 +223,19 @@ class Scheduler:
         """
         assert len(accepted) == sum(batch.samples), f"{len(accepted)} results for {sum(batch.samples)} sampled rows"
         results: list[RequestUpdate | None] = []
+        if batch.mode is ForwardMode.VERIFY:
+            rows = zip(self._take_launched(batch), accepted, batch.num_draft_tokens, batch.cached_lens, strict=True)
+            for request, tokens, num_drafts, cached_len in rows:
+                num_rejected = num_drafts + 1 - len(tokens)
+                results.append(self._advance(request, tokens, cached_len + len(tokens), num_rejected, num_drafts))
+            return results
         blocks = iter(accepted)
-        is_verify = batch.mode is ForwardMode.VERIFY
         for index, request in enumerate(self._take_launched(batch)):
             tokens = next(blocks) if batch.samples[index] else ()
-            num_drafts = batch.num_draft_tokens[index] if is_verify else 0
-            num_rejected = num_drafts + 1 - len(tokens) if tokens else 0
-            num_computed = num_drafts + 1 if is_verify else batch.query_lens[index]
+            num_computed = batch.query_lens[index]
+            num_rejected = 1 - len(tokens) if tokens else 0
             resolved_len = batch.cached_lens[index] + num_computed - num_rejected
-            results.append(self._advance(request, tokens, resolved_len, num_rejected, num_drafts))
+            results.append(self._advance(request, tokens, resolved_len, num_rejected))
         return results
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:

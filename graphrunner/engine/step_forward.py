@@ -12,7 +12,7 @@ from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.kernels.batch_invariance import batch_invariant
 from graphrunner.models.registry import LanguageModel
 from graphrunner.sampling.sampler import Sampler
-from graphrunner.sampling.tree import PathPicker, keep_path, reordered
+from graphrunner.sampling.tree import PathPicker
 from graphrunner.sampling.verifier import Verifier, accept
 from graphrunner.speculative.proposer import TargetNeeds
 
@@ -94,8 +94,9 @@ class StepForward:
             positions = (batch.positions + 1).to(torch.int32)
             target_ids = self._sampler.sample_in_graph(self._model.logits(hidden), rows, positions, variant)
         path = self._paths.accept(batch.draft_tokens, target_ids, batch.tree_parents)
-        keep_path(batch, path.order)
-        kept, aux = (None if one is None else reordered(one, path.order) for one in (kept, aux))
+        assert kept is None or aux is None, "a proposer reads one or the other"
+        moved = self._paths.keep(batch, path.order, kept if aux is None else aux)
+        kept, aux = (None if one is None else moved for one in (kept, aux))
         return ModelOutput(token_ids=path.token_ids, num_new=path.num_new, hidden_states=kept, aux_hidden_states=aux)
 
     def _picked(

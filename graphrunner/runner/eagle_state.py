@@ -8,6 +8,7 @@ import torch
 
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.kernels.tracing import has_gpu_kernels
 
 LayerForward = Callable[[ForwardBatch, torch.Tensor], torch.Tensor]
 """(batch of the same number of tokens in each request, hidden [T, C]) -> hidden [T, C]."""
@@ -31,5 +32,10 @@ class EagleState:
 
     def store(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Overwrite the first rows. In graph: yes."""
+        if has_gpu_kernels(hidden):
+            from graphrunner.kernels.triton import round_rows
+
+            round_rows.copy_round(hidden.contiguous(), token_ids, self.hidden, self.token_ids)
+            return
         self.hidden[: hidden.shape[0]].copy_(hidden)
         self.token_ids[: token_ids.shape[0]].copy_(token_ids)

@@ -85,7 +85,8 @@ class RequestTable:
             token_ids: int32 [R, W]; num_new: int32 [R], 1 to W: how many of them there are.
         """
         rows, is_real = request_rows.long(), request_rows > 0
-        last = token_ids.gather(1, (num_new.long() - 1).unsqueeze(1))[:, 0]
+        # Clamped for a rehearsal, where nobody wrote the counts.
+        last = token_ids.gather(1, (num_new.long() - 1).clamp(0, token_ids.shape[1] - 1).unsqueeze(1))[:, 0]
         self.store_tokens(request_rows, last)
         computed = self.num_computed.index_select(0, rows) + num_new
         self.num_computed.index_copy_(0, rows, torch.where(is_real, computed, 0))

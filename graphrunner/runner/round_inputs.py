@@ -9,6 +9,7 @@ import torch
 
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
+from graphrunner.kernels.tracing import has_gpu_kernels
 
 
 class RoundKeeper(Protocol):
@@ -82,6 +83,12 @@ class RoundInputs:
         self.hidden.fill_(float("nan"))
 
     def _copy(self, token_ids: torch.Tensor, num_new: torch.Tensor, hidden: torch.Tensor) -> None:
+        if has_gpu_kernels(hidden):
+            from graphrunner.kernels.triton import round_rows
+
+            tokens = token_ids.reshape(-1)
+            round_rows.copy_round(hidden.contiguous(), tokens, self.hidden, self.token_ids, num_new, self.num_new)
+            return
         self.token_ids[: token_ids.numel()].copy_(token_ids.reshape(-1))
         self.num_new[: num_new.shape[0]].copy_(num_new)
         self.hidden[: hidden.shape[0]].copy_(hidden)
@@ -102,6 +109,11 @@ class NewestInputs:
         """See `RoundKeeper.keep`."""
         assert output.num_new is not None, "a step that accepts its drafts"
         num_reqs = views.num_reqs
+        if has_gpu_kernels(views.input_ids):
+            from graphrunner.kernels.triton import round_rows
+
+            round_rows.keep_newest(views.input_ids, output.num_new, self.before_last, self.num_new)
+            return replace(output, num_new=self.num_new[:num_reqs])
         num_new = self.num_new[:num_reqs].copy_(output.num_new)
         self.take(newest_read(views.input_ids, num_new, views.num_tokens // num_reqs))
         return replace(output, num_new=num_new)

@@ -6,6 +6,7 @@ import torch
 
 from graphrunner.core.draft_tree import DraftTree, TreeGrowth
 from graphrunner.core.forward_batch import ForwardBatch
+from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.runner.request_table import RequestTable
 
 
@@ -38,11 +39,26 @@ class TreeStep:
             views: gathered as a step of one draft after the other.
         """
         num_reqs = views.num_reqs
+        if has_gpu_kernels(views.seq_lens):
+            self._place_in_one_launch(views, table)
+            return
         width = views.num_tokens // num_reqs
         if self._is_grown:
             self._take(table.draft_parents.index_select(0, views.request_rows).long())
         first = views.seq_lens.long() - width
         views.positions.copy_((first.unsqueeze(1) + self._depths[:num_reqs]).flatten())
+
+    def _place_in_one_launch(self, views: ForwardBatch, table: RequestTable) -> None:
+        from graphrunner.kernels.triton import tree_rows
+
+        tree_rows.place_tree(
+            views.seq_lens,
+            self.parents,
+            views.positions,
+            request_rows=views.request_rows,
+            mask=self.mask,
+            draft_parents=table.draft_parents if self._is_grown else None,
+        )
 
     def _take(self, parents: torch.Tensor) -> None:
         """Mask and depths of trees that grew: int64 [R, W - 1]."""

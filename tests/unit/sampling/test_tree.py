@@ -14,7 +14,7 @@ from graphrunner.core.forward_batch import KVLayer
 from graphrunner.kernels.reference import paged_attention, tree_visible
 from graphrunner.runner.request_table import RequestTable
 from graphrunner.runner.tree_step import TreeStep
-from graphrunner.sampling.tree import PathPicker, keep_path, reordered
+from graphrunner.sampling.tree import PathPicker
 
 CPU = torch.device("cpu")
 TREES = ["[(0,)]", "[(0,), (1,), (2,)]", "[(0,), (0, 0), (0, 0, 0)]", "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]"]
@@ -82,13 +82,13 @@ def test_kv_of_the_path_moves_to_its_places() -> None:
     layer = KVLayer(torch.arange(52 * 2.0).view(13, 4, 2, 1), torch.rand(13, 4, 2, 1).to(torch.float8_e4m3fn))
     before = [layer.k.clone().view(52, 2), layer.v.clone().view(52, 2).float()]
     order = torch.tensor([[0, 2, 4, 3, 4], [0, 1, 2, 3, 4], [0, 2, 2, 3, 4]])
-    keep_path(replace(views, kv_layers=(layer,)), order)
+    rows = torch.arange(15.0).unsqueeze(1)
+    moved = PathPicker(2, 5).keep(replace(views, kv_layers=(layer,)), order, rows)
     for half, old in zip((layer.k.view(52, 2), layer.v.view(52, 2).float()), before, strict=True):
         for place in range(3):
             assert torch.equal(half[slots[0, place]], old[slots[0, order[0, place]]])
             assert torch.equal(half[slots[1, place]], old[slots[1, place]])
-    moved = reordered(torch.arange(15.0).unsqueeze(1), order)
-    assert moved[:5, 0].tolist() == [0, 2, 4, 3, 4]
+    assert moved is not None and moved[:5, 0].tolist() == [0, 2, 4, 3, 4]
     TreeStep(tree, 3, CPU).place(views, table)
     assert views.positions.view(3, 5).tolist() == [[3, 4, 4, 5, 5], [6, 7, 7, 8, 8], [0, 1, 1, 2, 2]]
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 MAX_TREE_NODES = 7
 """With the last token before them that is as many query tokens a request as the uniform attention kernel takes."""
 
+SUREST, LEAST_SURE = -1e-3, -30.0
+"""What the log of a guess's own chance counts for at most, so that it stands behind its parent, and at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:

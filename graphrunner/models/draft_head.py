@@ -102,8 +102,12 @@ class DraftHead(nn.Module):
             self.packed = target_head
 
     def forward(self, rows: Tensor) -> Tensor:
+        return self.scores(rows).float()
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """As `forward`, in the dtype of the rows."""
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
-        return ops.norm_linear(rows, weight, eps, self.packed, None).float()
+        return ops.norm_linear(rows, weight, eps, self.packed, None)
 
     def greedy(self, rows: Tensor) -> Tensor:
         """The likeliest draft of each row as a token of the target: int32 [rows]."""

@@ -105,7 +105,8 @@ class BaseDraftRunner(BaseGraphRunner):
         self._loaded_last: LoadedBatch
         self.derived = make_derived(self.max_reqs * self._max_width, self.max_reqs, device)
         self._last_tokens = torch.zeros(self.max_reqs, dtype=torch.int64, device=device)
-        self._starts = torch.arange(self.max_reqs + 1, dtype=torch.int32, device=device)
+        # Of every width, so that no recording has to multiply; rows of whole 16 bytes, as kernels are compiled for.
+        self._starts = starts_of(self.max_reqs, self._max_width, device)
         account.limits(name, f"largest captured size {self.sizes[-1]}, recorded widths {self.widths}")
 
     @abstractmethod
@@ -187,7 +188,7 @@ class BaseDraftRunner(BaseGraphRunner):
             input_ids=views.input_ids[:total],
             positions=views.positions[:total],
             slot_mapping=views.slot_mapping[:total],
-            query_start_loc=self._starts[: num_reqs + 1] * num_tokens,
+            query_start_loc=self._starts[num_tokens, : num_reqs + 1],
             num_tokens=total,
             max_query_len=num_tokens,
             tree_mask=tree_mask.contiguous() if num_tokens > 1 else None,
@@ -214,7 +215,7 @@ class BaseDraftRunner(BaseGraphRunner):
             slot_mapping=derived.slot_mapping[:num_tokens],
             request_rows=self.buffers.view("request_rows", num_reqs, num_reqs),
             seq_lens=derived.seq_lens[:num_reqs],
-            query_start_loc=self._starts[: num_reqs + 1] * width,
+            query_start_loc=self._starts[width, : num_reqs + 1],
             page_table=context.table.page_table,
             logits_indices=self._last_tokens[:num_reqs],
             kv_layers=context.kv_layers,
@@ -242,6 +243,12 @@ class BaseDraftRunner(BaseGraphRunner):
     def _width_of(self, batch: ScheduledBatch) -> int:
         """Tokens a request that are taken of a uniform step: all, or where only one ever is, its newest."""
         return 1 if self.widths == (1,) else batch.max_query_len
+
+
+def starts_of(max_reqs: int, max_width: int, device: torch.device) -> torch.Tensor:
+    """int32 [max_width + 1, more than max_reqs]: where each request begins, by width."""
+    requests = torch.arange(max_reqs // 4 * 4 + 4, dtype=torch.int32, device=device)
+    return torch.arange(max_width + 1, dtype=torch.int32, device=device).unsqueeze(1) * requests
 
 
 def draft_batch(batch: ScheduledBatch) -> ScheduledBatch:

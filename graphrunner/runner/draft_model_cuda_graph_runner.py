@@ -70,7 +70,7 @@ class DraftModelCudaGraphRunner(BaseDraftRunner):
             input_ids=views.input_ids[:num_reqs],
             positions=views.positions[:num_reqs],
             slot_mapping=views.slot_mapping[:num_reqs],
-            query_start_loc=self._starts[: num_reqs + 1],
+            query_start_loc=self._starts[1, : num_reqs + 1],
             num_tokens=num_reqs,
             max_query_len=1,
         )

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrunner.core.draft_tree import TreeGrowth
+from graphrunner.core.draft_tree import LEAST_SURE, SUREST, TreeGrowth
 from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
+from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
 from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
-
-_SUREST, _LEAST_SURE = -1e-3, -30.0
-"""What a guess's own chance counts for at most, so that it stands behind its parent, and at least: finite."""
 
 
 @dataclass(slots=True)
@@ -67,6 +65,8 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Draft, level by level; keep the best. In graph."""
+        if has_gpu_kernels(self.state.hidden):
+            return self._draft_with_kernels(views, variant)
         tree, num_reqs = self._tree, views.num_reqs
         newest = self.context.table.num_computed.index_select(0, views.request_rows)
         root = self.state.hidden[:num_reqs].clone().unsqueeze(1)
@@ -86,6 +86,48 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
         drafts = self._keep(views, *(torch.cat(column, 1) for column in (all_tokens, all_scores, all_parents)))
         return ModelOutput(token_ids=drafts[:, 0].clone())
 
+    def _draft_with_kernels(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
+        """The same, a launch a level around the draft itself."""
+        from graphrunner.kernels.triton import grow_tree
+        from graphrunner.kernels.triton.request_rows import DecodeInputs
+
+        tree, table, num_reqs = self._tree, self.context.table, views.num_reqs
+        out = DecodeInputs(views.input_ids, views.positions, views.seq_lens, views.slot_mapping)
+        newest = None
+        if variant is not ForwardVariant.GREEDY:  # greedy guesses depend on nothing but hidden rows
+            newest = table.num_computed.index_select(0, views.request_rows)
+        left = self.state.hidden[:num_reqs]
+        growth = grow_tree.new_growth(tree, left)
+        rows = left
+        for level in range(tree.num_levels):
+            places = views.request_rows if newest is None else newest + level + 1
+            guesses = self._guesses(rows, views.request_rows, places, variant)
+            if level == tree.num_levels - 1:
+                break
+            mask, inputs = grow_tree.grow(
+                growth, tree, level, guesses=guesses, left=left, request_rows=views.request_rows,
+                num_computed=table.num_computed, page_table=table.page_table, page_size=self.context.page_size,
+                max_token_id=self._max_token_id, out=out,
+            )  # fmt: skip
+            num_tokens = inputs.shape[1]
+            step = self.first_tokens(views, num_tokens, mask)
+            left = self._layer(step, inputs.flatten(0, 1)).view(num_reqs, num_tokens, -1)
+            rows = left[:, -tree.num_beams :].flatten(0, 1).contiguous()
+        first = grow_tree.keep_best(
+            growth, tree, guesses=guesses, request_rows=views.request_rows, drafts=table.draft_tokens,
+            draft_parents=table.draft_parents,
+        )  # fmt: skip
+        return ModelOutput(token_ids=first)
+
+    def _guesses(
+        self, hidden: torch.Tensor, request_rows: torch.Tensor, positions: torch.Tensor, variant: ForwardVariant
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and logs of chances of [R * B, C] hidden rows, B after B of a request."""
+        num_beams = hidden.shape[0] // request_rows.shape[0]
+        if variant is not ForwardVariant.GREEDY and num_beams > 1:
+            request_rows, positions = (each.repeat_interleave(num_beams) for each in (request_rows, positions))
+        return self._branch(hidden, request_rows, positions, self._tree.num_children, variant)
+
     def _children(
         self, hidden: torch.Tensor, views: ForwardBatch, positions: torch.Tensor, variant: ForwardVariant
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +136,7 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
         rows, places = (each.repeat_interleave(num_parents) for each in (views.request_rows, positions))
         parents = hidden.flatten(0, 1).contiguous()  # a level's slice stays strided where it can
         tokens, scores = self._branch(parents, rows, places, self._tree.num_children, variant)
-        return tokens.view(num_reqs, -1), scores.clamp(_LEAST_SURE, _SUREST).view(num_reqs, -1)
+        return tokens.view(num_reqs, -1), scores.clamp(LEAST_SURE, SUREST).view(num_reqs, -1)
 
     def _chosen(
         self,

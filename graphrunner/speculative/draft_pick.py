@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.kernels.noise import gumbel_noise
+from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.models.draft_head import DraftHead
 from graphrunner.sampling.pick import filter_thresholds, finite_logits
 from graphrunner.sampling.rows import SamplingRows
@@ -59,9 +60,14 @@ def best_drafts(
     Returns:
         int32 [R, count], fp32 [R, count]. In graph: yes. Sync: none.
     """
-    scores = head(hidden_rows)
-    if variant is not ForwardVariant.GREEDY:
+    is_greedy, has_kernels = variant is ForwardVariant.GREEDY, has_gpu_kernels(hidden_rows)
+    scores = head.scores(hidden_rows) if is_greedy and has_kernels else head(hidden_rows)
+    if not is_greedy:
         scores = _noisy(scores, head.vocabulary.target_ids, rows, request_rows, positions)
+    if has_kernels:
+        from graphrunner.kernels.triton import likeliest
+
+        return likeliest.top_tokens(scores, count, head.vocabulary.target_ids)
     best = scores.topk(count)
     return head.vocabulary.to_target(best.indices), best.values - scores.logsumexp(-1, keepdim=True)
 

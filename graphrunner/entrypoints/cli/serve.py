@@ -12,6 +12,7 @@ import typer
 
 from graphrunner.config.env import log_level
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.entrypoints.cli.start import ending_at_once
 from graphrunner.telemetry.log import adopt_logger, announce, setup_logging
 
 _GC_THRESHOLDS = (20_000, 10, 10)
@@ -30,10 +31,11 @@ def serve(
     engine_options: dict[str, object],
 ) -> None:
     """Serve the OpenAI API. SIGTERM finishes what runs; Ctrl-C stops at once."""
-    from graphrunner.config.options import engine_config_from_options
-    from graphrunner.engine.tokenizer import load_tokenizer, source_of
-    from graphrunner.entrypoints.core_process.launch import launcher
-    from graphrunner.entrypoints.openai.server_options import server_options_from
+    with ending_at_once():
+        from graphrunner.config.options import engine_config_from_options
+        from graphrunner.engine.tokenizer import load_tokenizer, source_of
+        from graphrunner.entrypoints.core_process.launch import launcher
+        from graphrunner.entrypoints.openai.server_options import server_options_from
 
     options = server_options_from(server_options)
     config = engine_config_from_options({"model": model, **engine_options})
@@ -53,8 +55,9 @@ def run_server(launch: LaunchCore, read_tokenizer: Callable[[], Tokenizer | None
         launch: starts the core.
         read_tokenizer: called on a thread while the core loads.
     """
-    from graphrunner.entrypoints.openai.async_engine import AsyncEngine
-    from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
+    with ending_at_once():  # pydantic makes an error of its own of a Ctrl-C
+        from graphrunner.entrypoints.openai.async_engine import AsyncEngine
+        from graphrunner.entrypoints.openai.serve import ServerFailedError, ServerProcess
 
     def make_engine(on_death: Callable[[], None]) -> AsyncEngine:
         return AsyncEngine(launch, read_tokenizer, on_death=on_death, may_restart=options.restart_engine)

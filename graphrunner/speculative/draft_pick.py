@@ -39,7 +39,11 @@ def pick_drafts(
     """
     if variant is ForwardVariant.GREEDY:
         return head.greedy(hidden_rows)
-    scores = _noisy(head(hidden_rows), head.vocabulary.target_ids, rows, request_rows, positions)
+    scores = _noisy(head.scores(hidden_rows), head.vocabulary.target_ids, rows, request_rows, positions)
+    if has_gpu_kernels(scores):
+        from graphrunner.kernels.triton import gpu_ops
+
+        return head.vocabulary.to_target(gpu_ops.greedy_tokens(scores))
     return head.vocabulary.to_target(scores.argmax(-1))
 
 
@@ -60,21 +64,27 @@ def best_drafts(
     Returns:
         int32 [R, count], fp32 [R, count]. In graph: yes. Sync: none.
     """
-    is_greedy, has_kernels = variant is ForwardVariant.GREEDY, has_gpu_kernels(hidden_rows)
-    scores = head.scores(hidden_rows) if is_greedy and has_kernels else head(hidden_rows)
-    if not is_greedy:
+    scores = head.scores(hidden_rows)
+    if variant is not ForwardVariant.GREEDY:
         scores = _noisy(scores, head.vocabulary.target_ids, rows, request_rows, positions)
-    if has_kernels:
+    if has_gpu_kernels(scores):
         from graphrunner.kernels.triton import likeliest
 
         return likeliest.top_tokens(scores, count, head.vocabulary.target_ids)
+    scores = scores.float()
     best = scores.topk(count)
     return head.vocabulary.to_target(best.indices), best.values - scores.logsumexp(-1, keepdim=True)
 
 
 def _noisy(logits: Tensor, token_ids: Tensor, rows: SamplingRows, request_rows: Tensor, positions: Tensor) -> Tensor:
     """fp32 [R, W] of raw logits: filtered, with each request's noise in them; a greedy request's as they are."""
-    logits, params = finite_logits(logits), rows.gather(request_rows, positions)
+    params = rows.gather(request_rows, positions)
+    if has_gpu_kernels(logits):
+        from graphrunner.kernels.triton import gpu_ops, likeliest
+
+        gathered = gpu_ops.SamplingRows(params.temperature, params.top_k, params.top_p, params.min_p, params.seeds)
+        return likeliest.noisy_scores(logits, token_ids, gathered, positions)
+    logits = finite_logits(logits)
     is_greedy = (params.temperature <= 0)[:, None]
     inverse = 1.0 / torch.where(is_greedy, 1.0, params.temperature[:, None])
     noisy = logits * inverse + gumbel_noise(params.seeds, params.positions, token_ids)

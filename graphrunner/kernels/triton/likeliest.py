@@ -1,7 +1,7 @@
-"""The likeliest few tokens of each row, and the log of their chances, in two launches.
+"""What a draft finds likeliest, of random requests with their noise in it.
 
-Letters: N rows, V vocabulary, P slices of it. Twins: torch.topk and torch.logsumexp; of equal logits the lowest token
-is the likelier one here.
+Letters: N rows, V vocabulary of the draft, P slices of it. Twins: torch.topk and torch.logsumexp (of equal logits the
+lowest token is the likelier one here), and speculative.draft_pick's formula of the noisy scores.
 """
 
 import torch
@@ -10,8 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from graphrunner.kernels.triton import runtime
+from graphrunner.kernels.triton.noise_kernels import gumbel, row_keys
+from graphrunner.kernels.triton.sample import SamplingRows, filter_thresholds
 
 _BLOCK = 1024
+_LARGEST = tl.constexpr(1e30)
 _LEAST = tl.constexpr(-3.0e38)
 """What no number and what a filter left out count as: above the places that hold no token at all."""
 _NO_INDEX = tl.constexpr(2147483647)
@@ -108,3 +111,50 @@ def top_tokens(scores: Tensor, count: int, target_ids: Tensor) -> tuple[Tensor, 
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return tokens, chances
+
+
+@triton.jit
+def _noisy_scores_kernel(
+    scores_ptr, ids_ptr, threshold_ptr, temperature_ptr, seed_ptr, position_ptr, out_ptr, V, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < V
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(scores_ptr + row * V + column, mask=is_in, other=0.0).to(tl.float32)
+    x = tl.where(x == x, tl.minimum(x, _LARGEST), -float("inf"))
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0.0:
+        first, second = row_keys(tl.load(seed_ptr + row), tl.load(position_ptr + row).to(tl.int32))
+        token = tl.load(ids_ptr + column, mask=is_in, other=0)
+        noisy = x * tl.div_rn(1.0, temperature) + gumbel(first, second, token)
+        x = tl.where(x >= tl.load(threshold_ptr + row), noisy, -float("inf"))
+    tl.store(out_ptr + row * V + column, x, mask=is_in)
+
+
+def noisy_scores(scores: Tensor, target_ids: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+    """Scores whose arg-max is the random request's token: filtered, with its noise in them.
+
+    Args:
+        scores: float [N, V], contiguous, device.
+        target_ids: int32 [V]; the token that each column stands for, and has the noise of.
+        rows: sampling parameters; temperature 0 leaves a row as it is.
+        positions: int [N]; index of the drafted token in its sequence.
+
+    Returns:
+        float32 [N, V]. In graph: yes. Sync: none.
+    """
+    num_rows, vocab_size = scores.shape
+    assert scores.is_contiguous() and target_ids.shape[0] == vocab_size
+    thresholds = filter_thresholds(scores, rows)
+    out = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=scores.device)
+    pdl = runtime.use_dependent_launch(scores.device)
+    runtime.launch(
+        _noisy_scores_kernel, (num_rows, runtime.cdiv(vocab_size, _BLOCK)),
+        scores, target_ids, thresholds, rows.temperature, rows.seed, positions, out, vocab_size, BLOCK=_BLOCK, PDL=pdl,
+        num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

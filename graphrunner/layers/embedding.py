@@ -48,6 +48,24 @@ class Embedding(nn.Module):
         assert self.weight is not None, "weights are not loaded"
         return ops.embedding(input_ids, self.weight, self._scale, self._options.dtype)
 
+    def beside(
+        self, input_ids: Tensor, hidden: Tensor, own_norm: RMSNorm, hidden_norm: RMSNorm, *, has_normed: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embeddings and hidden rows [T, hidden_size], each normed, side by side: [T, 2 * hidden_size].
+
+        Args:
+            has_normed: return the normed hidden rows by themselves, too.
+        """
+        assert self.weight is not None, "weights are not loaded"
+        return ops.embed_beside(
+            input_ids,
+            self.weight,
+            self._scale,
+            hidden,
+            ((own_norm.weight, own_norm.eps), (hidden_norm.weight, hidden_norm.eps)),
+            has_normed=has_normed,
+        )
+
 
 class LMHead(nn.Module):
     """Final norm, projection onto the vocabulary, optional soft cap: [rows, hidden_size] -> float32 [rows, vocab].

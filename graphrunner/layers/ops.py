@@ -63,6 +63,29 @@ def embedding(input_ids: Tensor, table: Tensor, scale: float, dtype: torch.dtype
     return rows if scale == 1.0 else rows * scale
 
 
+def embed_beside(
+    input_ids: Tensor,
+    table: Tensor,
+    scale: float,
+    hidden: Tensor,
+    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]],
+    *,
+    has_normed: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Embeddings of int [T] and hidden rows [T, K], each normed (weight, eps), side by side: [T, 2K].
+
+    Args:
+        has_normed: return the normed hidden rows by themselves, too.
+    """
+    if has_gpu_kernels(table) and table.dtype is hidden.dtype and hidden.is_contiguous():
+        kernels = _gpu_kernels()
+        own, other = (kernels.Norm(weight, eps) for weight, eps in norms)
+        return kernels.embed_beside(input_ids, table, scale, hidden, (own, other), has_normed=has_normed)
+    normed = norm(hidden, *norms[1])
+    embedded = norm(embedding(input_ids, table, scale, hidden.dtype), *norms[0])
+    return torch.cat((embedded, normed), -1), normed if has_normed else None
+
+
 def _is_compiled(x: Tensor) -> bool:
     """Whether operators stand in for the GPU's kernels. The CPU's kernels are operators themselves."""
     return x.is_cuda and is_tracing()
@@ -83,14 +106,20 @@ def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weigh
     return reference.norm_linear(x, norm_weight, eps, _dense(weight, x.dtype), bias)
 
 
-def norm_linear_argmax(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight) -> Tensor | None:
-    """The index of each row's largest output, int32 [T]; None where no kernel finds it while it multiplies."""
+def norm_linear_argmax(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, token_ids: Tensor | None = None
+) -> Tensor | None:
+    """The index of each row's largest output, int32 [T]; None where no kernel finds it while it multiplies.
+
+    Args:
+        token_ids: int32 [N]; what stands for each index in the result.
+    """
     if not has_gpu_kernels(x) or is_batch_invariant():
         return None
     reduce_argmax = _gpu_kernels().reduce_argmax
     if weight.is_dense:
-        return reduce_argmax(_gpu_kernels().norm_linear_argmax(x, norm_weight, eps, weight.data)[1])
-    return reduce_argmax(_packed_kernels().norm_linear_argmax(x, norm_weight, eps, weight)[1])
+        return reduce_argmax(_gpu_kernels().norm_linear_argmax(x, norm_weight, eps, weight.data)[1], token_ids)
+    return reduce_argmax(_packed_kernels().norm_linear_argmax(x, norm_weight, eps, weight)[1], token_ids)
 
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:

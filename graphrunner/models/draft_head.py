@@ -112,7 +112,5 @@ class DraftHead(nn.Module):
     def greedy(self, rows: Tensor) -> Tensor:
         """The likeliest draft of each row as a token of the target: int32 [rows]."""
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
-        best = ops.norm_linear_argmax(rows, weight, eps, self.packed)
-        if best is None:
-            best = self.forward(rows).argmax(-1)
-        return self.vocabulary.to_target(best)
+        best = ops.norm_linear_argmax(rows, weight, eps, self.packed, self.vocabulary.target_ids)
+        return self.vocabulary.to_target(self.forward(rows).argmax(-1)) if best is None else best

@@ -99,14 +99,17 @@ class EagleDraft(nn.Module):
 
         In graph: yes. Sync: none.
         """
-        embedded = (self.own_embedding or self.target.embed_tokens)(batch.input_ids)
+        embed_tokens = self.own_embedding or self.target.embed_tokens
         if self.is_eagle3:
-            normed = _normed(self.hidden_norm, hidden)
-            inputs = torch.cat((_normed(self.input_norm, embedded), normed), -1)
-            residual = normed if self.is_residual_normed else hidden
+            assert self.input_norm is not None and self.hidden_norm is not None, "an EAGLE-3 layer has both norms"
+            inputs, normed = embed_tokens.beside(
+                batch.input_ids, hidden, self.input_norm, self.hidden_norm, has_normed=self.is_residual_normed
+            )
+            residual = hidden if normed is None else normed
         else:
-            residual = self.fc(torch.cat((embedded, hidden), -1))
-            inputs = residual if self.input_norm is None else _normed(self.input_norm, residual)
+            residual = self.fc(torch.cat((embed_tokens(batch.input_ids), hidden), -1))
+            norm = self.input_norm
+            inputs = residual if norm is None else ops.norm(residual, norm.weight, norm.eps)
         attended = self.attention(self.qkv_proj(inputs), batch)
         hidden = self.o_proj(attended, residual)
         return self.down_proj(self.gate_up_proj(hidden), hidden)
@@ -186,8 +189,3 @@ def _vocabulary(checkpoint: DraftCheckpoint, target: CausalLM) -> DraftVocabular
 
 def _norm_if(name: str, checkpoint: DraftCheckpoint, block: BlockBuilder) -> RMSNorm | None:
     return block.norm(name) if f"{_LAYER}{name}.weight" in checkpoint.shapes else None
-
-
-def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    assert norm is not None, "an EAGLE-3 layer has both norms"
-    return ops.norm(x, norm.weight, norm.eps)

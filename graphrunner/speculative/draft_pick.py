@@ -43,7 +43,7 @@ def pick_drafts(
     if has_gpu_kernels(scores):
         from graphrunner.kernels.triton import gpu_ops
 
-        return head.vocabulary.to_target(gpu_ops.greedy_tokens(scores))
+        return gpu_ops.greedy_tokens(scores, head.vocabulary.target_ids)
     return head.vocabulary.to_target(scores.argmax(-1))
 
 

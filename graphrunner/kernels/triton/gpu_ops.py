@@ -9,7 +9,7 @@ from graphrunner.kernels.triton.activation import embedding, gate_mul
 from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata, ExtendMetadata
 from graphrunner.kernels.triton.decode_attention import decode_attention
 from graphrunner.kernels.triton.decode_linear import linear_residual, norm_gate_up, norm_linear, norm_linear_argmax
-from graphrunner.kernels.triton.norms import add_rms_norm, rms_norm
+from graphrunner.kernels.triton.norms import Norm, add_rms_norm, embed_beside, rms_norm
 from graphrunner.kernels.triton.prefill_attention import extend_attention
 from graphrunner.kernels.triton.request_rows import (
     DecodeInputs,
@@ -26,10 +26,12 @@ __all__ = [
     "DecodeMetadata",
     "DraftInputs",
     "ExtendMetadata",
+    "Norm",
     "SamplingRows",
     "accept_drafts",
     "add_rms_norm",
     "advance_rows",
+    "embed_beside",
     "embedding",
     "gate_mul",
     "gather_decode_inputs",

@@ -95,7 +95,9 @@ def _noisy_partials_kernel(
 
 
 @triton.jit
-def _reduce_argmax_kernel(value_ptr, index_ptr, token_ptr, P, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _reduce_argmax_kernel(
+    value_ptr, index_ptr, token_ptr, ids_ptr, P, num_ids, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     if PDL:
@@ -113,7 +115,10 @@ def _reduce_argmax_kernel(value_ptr, index_ptr, token_ptr, P, BLOCK: tl.constexp
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, index, _NO_INDEX), 0)
     # All-NaN logits name no token: answer 0, which at least exists.
-    tl.store(token_ptr + row, tl.where(token == _NO_INDEX, 0, token))
+    token = tl.where(token == _NO_INDEX, 0, token)
+    if HAS_IDS:
+        token = tl.load(ids_ptr + tl.minimum(token, num_ids - 1))
+    tl.store(token_ptr + row, token)
 
 
 @triton.jit
@@ -172,8 +177,11 @@ def argmax_partials(logits: Tensor) -> ArgmaxPartials:
     return partials
 
 
-def reduce_argmax(partials: ArgmaxPartials) -> Tensor:
+def reduce_argmax(partials: ArgmaxPartials, token_ids: Tensor | None = None) -> Tensor:
     """The greedy token of each row; the lowest of equals.
+
+    Args:
+        token_ids: int32 [V]; the token that each index stands for; None is the index itself.
 
     Returns:
         int32 [R], device. In graph: yes. Sync: none.
@@ -188,8 +196,11 @@ def reduce_argmax(partials: ArgmaxPartials) -> Tensor:
         partials.values,
         partials.indices,
         tokens,
+        tokens if token_ids is None else token_ids,
         num_partials,
+        0 if token_ids is None else token_ids.shape[0],
         BLOCK=block,
+        HAS_IDS=token_ids is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -197,9 +208,9 @@ def reduce_argmax(partials: ArgmaxPartials) -> Tensor:
     return tokens
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Arg-max of each row, the lowest token of equals: int32 [R] from float [R, V]. In graph: yes. Sync: none."""
-    return reduce_argmax(argmax_partials(logits))
+def greedy_tokens(logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Arg-max of each row, the lowest index of equals: int32 [R] from float [R, V]; see `reduce_argmax`."""
+    return reduce_argmax(argmax_partials(logits), token_ids)
 
 
 def filter_thresholds(logits: Tensor, rows: SamplingRows) -> Tensor:

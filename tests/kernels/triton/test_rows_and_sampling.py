@@ -76,6 +76,9 @@ def test_greedy_takes_the_lowest_of_equals(device):
     logits[2] = float("nan")
     assert sample.greedy_tokens(logits).tolist()[:2] == [0, 70]
     assert 0 <= sample.greedy_tokens(logits).tolist()[2] < 5000
+    ids = torch.arange(5000, dtype=torch.int32, device=device) * 3 + 1
+    assert sample.greedy_tokens(logits, ids).tolist()[:2] == [1, 211]
+    assert sample.greedy_tokens(logits, ids).tolist()[2] % 3 == 1
 
 
 def _rows(device, temperature, top_k, top_p, min_p, seed) -> sample.SamplingRows:

@@ -9,6 +9,7 @@ import torch
 
 from graphrunner.core.scheduled_batch import RowInit
 from graphrunner.device.transfer import to_device
+from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.sampling.pick import RowParams
 
 _FORMAT = struct.Struct("<qqffif")  # row, seed, temperature, top_p, top_k, min_p
@@ -47,6 +48,12 @@ class SamplingRows:
 
     def gather(self, rows: torch.Tensor, positions: torch.Tensor) -> RowParams:
         """The parameters of `rows` (int32 or int64 [R]), for tokens at `positions` [R]."""
+        if has_gpu_kernels(self.temperature):
+            from graphrunner.kernels.triton import param_rows, sample
+
+            own = sample.SamplingRows(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+            taken = param_rows.take_params(own, rows)
+            return RowParams(taken.temperature, taken.top_k, taken.top_p, taken.min_p, taken.seed, positions)
         rows = rows.to(torch.int64)
         return RowParams(
             temperature=self.temperature[rows],

@@ -174,12 +174,13 @@ class EagleProposer(DeviceProposer):
 
     def _picked(self, rows: Tensor, request_rows: Tensor, positions: Tensor, variant: ForwardVariant) -> Tensor:
         """What the draft says after reading position t and the token after it stands at t + 2."""
+        is_greedy = variant is ForwardVariant.GREEDY  # whose drafts are the same at any position
         return pick_drafts(
             self.draft.head,
             rows,
             rows=self._context.sampling_rows,
             request_rows=request_rows,
-            positions=positions + 2,
+            positions=positions if is_greedy else positions + 2,
             variant=variant,
         )
 

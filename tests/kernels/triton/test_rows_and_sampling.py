@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphrunner.kernels import noise, reference, reference_gpu
-from graphrunner.kernels.triton import activation, norms, request_rows, sample
+from graphrunner.kernels.triton import activation, norms, param_rows, request_rows, sample
 
 
 def test_norms_and_activations_match_twins(device):
@@ -79,6 +79,15 @@ def test_greedy_takes_the_lowest_of_equals(device):
     ids = torch.arange(5000, dtype=torch.int32, device=device) * 3 + 1
     assert sample.greedy_tokens(logits, ids).tolist()[:2] == [1, 211]
     assert sample.greedy_tokens(logits, ids).tolist()[2] % 3 == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_parameters_are_taken_row_by_row(device, dtype):
+    whole = _rows(device, [0.0, 0.5, 1.5], [0, 4, 9], [1.0, 0.9, 0.8], [0.0, 0.1, 0.2], [1, 2**40, -3])
+    rows = torch.tensor([2, 0, 1] * 50, dtype=dtype, device=device)
+    taken = param_rows.take_params(whole, rows)
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        assert getattr(taken, name).equal(getattr(whole, name)[rows.long()]), name
 
 
 def _rows(device, temperature, top_k, top_p, min_p, seed) -> sample.SamplingRows:

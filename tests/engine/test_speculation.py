@@ -2,6 +2,7 @@
 
 import logging
 
+import draft_making
 import oracle
 import pytest
 from engine_driver import VOCAB_SIZE, generate, greedy, pool_check, prompts_of, tokens
@@ -278,4 +279,19 @@ def test_tokens_on_cuda(spec_llm, make_llm, known, solo, model, k) -> None:
         SamplingParams(temperature=0.7, repetition_penalty=1.3, logit_bias={7: 2.0}, logprobs=2, **shared),
     ):
         assert generate(llm, prompts, params) == generate(plain, prompts, params)
+    pool_check(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", ["[(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]", 2, 3])
+def test_trees_on_cuda(make_llm, known, solo, shape, tmp_path) -> None:
+    field = "speculative_token_tree" if isinstance(shape, str) else "speculative_eagle_topk"
+    config = {"method": "eagle", "model": str(draft_making.eagle1(tmp_path / "draft")), field: shape}
+    options = {"dtype": "float32", "decode_sizes": [1, 2, 4, 8]}
+    llm, plain = make_llm(speculative_config=config | {"adaptive": False}, **options), make_llm(**options)
+    prompts = known([5, 17, 30, 9, 3], num_tokens=60)
+    assert generate(llm, prompts, greedy(40)) == [solo(p, 40) for p in prompts]
+    assert any(step.mode.value == "verify" and step.is_graph for step in llm.steps)
+    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=20, ignore_eos=True, max_tokens=24, seed=11)
+    assert generate(llm, prompts, params) == generate(plain, prompts, params)
     pool_check(llm)

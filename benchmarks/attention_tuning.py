@@ -10,7 +10,7 @@ kernels/triton/tuned_configs.py. The best is so for both kinds of sequences and 
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -107,14 +107,15 @@ def candidates(shape: Shape, batch: int) -> dict[DecodeAttentionConfig, Row]:
     return found
 
 
-def _compile(job: tuple[Shape, bool, int, int, int]) -> str:
-    shape, is_split, block_n, warps, stages = job
-    problem = problem_of(shape, [CONTEXT], torch.device("meta"), 1)
-    config = DecodeAttentionConfig(4 if is_split else 1, block_n, warps, stages)
+def _compile(job: tuple[Shape, int, DecodeAttentionConfig]) -> str:
+    shape, batch, config = job
+    problem = problem_of(shape, [PAGE_SIZE] * batch, torch.device("meta"), 1)
     try:
-        prepare_decode_attention(
+        launches = prepare_decode_attention(
             problem.qkv, problem.layer, problem.caches[0], problem.metadata, config, DEVICE, problem.qkv
-        ).compile()
+        )
+        for launch in launches:
+            launch.compile()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -122,11 +123,11 @@ def _compile(job: tuple[Shape, bool, int, int, int]) -> str:
 
 def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, Row]:
     """Measure, print, and put into use; returns rows of TUNED_ATTENTION."""
-    jobs = dict.fromkeys(
-        (shape, config.num_splits > 1, config.block_n, config.num_warps, config.num_stages)
+    jobs = [
+        (shape, batch, replace(config, min_split_tokens=0))
         for shape in shapes.values() for batch in batches for config in candidates(shape, batch)
-    )  # fmt: skip
-    compile_all(_compile, jobs, max(1, (os.cpu_count() or 2) - 1))
+    ]  # fmt: skip
+    compile_all(_compile, dict.fromkeys(jobs), max(1, (os.cpu_count() or 2) - 1))
     table: dict[str, Row] = {}
     for batch in batches:
         alike: dict[str, list[tuple[str, Shape]]] = {}

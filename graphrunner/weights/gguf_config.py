@@ -5,13 +5,15 @@ Some numbers are not in the file because llama.cpp keeps them in code; they are 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from graphrunner.config.hf_model_config import model_config_from_hf
 from graphrunner.config.model_config import ModelConfig
 from graphrunner.core.errors import ModelLoadError
 from graphrunner.weights.gguf_names import ARCHITECTURES
-from graphrunner.weights.gguf_quants import dequantize
+from graphrunner.weights.gguf_quants import GGMLType, dequantize
 from graphrunner.weights.gguf_reader import GGUFFile
 
 _GEMMA3_LOCAL_THETA = 10000.0
@@ -63,7 +65,7 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, object]:
         "rope_parameters": _rope(meta, head_dim),
         "hidden_act": "silu",
         "sliding_window": None,
-        "dtype": "float32",
+        "dtype": _dtype(file),
     }
     token_id = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")}
     ends = [token_id[key] for key in ("eos", "eot") if token_id[key] is not None]
@@ -104,6 +106,16 @@ def _vocab_size(file: GGUFFile) -> int:
     if embedding is None:
         raise ModelLoadError(f"{file.path}: tensor token_embd.weight is missing")
     return embedding.shape[0]
+
+
+def _dtype(file: GGUFFile) -> str:
+    """What a card computes in: float32 where most of the weights are, else bfloat16, as the models were trained.
+
+    Packed numbers are coarser than bfloat16 rounds, and float16 would overflow in some models (Gemma).
+    """
+    num_float32 = sum(math.prod(tensor.shape) for tensor in file.tensors.values() if tensor.kind is GGMLType.F32)
+    num_all = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    return "float32" if 2 * num_float32 > num_all else "bfloat16"
 
 
 def _rope(meta: _Metadata, head_dim: int) -> dict[str, object]:

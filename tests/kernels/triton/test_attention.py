@@ -107,11 +107,15 @@ def test_decode_matches_twin(fields, num_splits, device):
     step.check(out, expected=expected)
 
 
+@pytest.mark.parametrize("joined_values", [1, 1 << 16], ids=["kernel", "last arriver"])
 @pytest.mark.parametrize("min_split_tokens", [0, 32, 1000])
 @pytest.mark.parametrize("width", [1, 3])
-def test_splits_of_unequal_sequences_join_whatever_their_number(width, min_split_tokens, device, monkeypatch):
-    """Twice: the counters of arrivals are back at zero after each. One split at a time, so that a join takes turns."""
-    monkeypatch.setattr(decode_attention_module, "_JOINED_VALUES", 1)
+def test_splits_of_unequal_sequences_join_whatever_their_number(
+    width, min_split_tokens, joined_values, device, monkeypatch
+):
+    """Twice: the counters of arrivals are back at zero after each."""
+    monkeypatch.setattr(decode_attention_module, "_JOINED_VALUES", joined_values)
+    monkeypatch.setattr(decode_attention_module, "_FEW_REQUESTS", 0)
     step = Step([width] * 4, [0, 60, 17, 48], device)
     expected = step.expected()
     config = DecodeAttentionConfig(16, 16, min_split_tokens=min_split_tokens)

@@ -59,6 +59,14 @@ def test_a_written_model_reads_back(architecture: str, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, state[name], rtol=0, atol=1e-6 if is_gemma and "norm" in name else 0)
 
 
+def test_a_card_computes_in_bfloat16_what_is_not_stored_in_float32(tmp_path: Path) -> None:
+    hf_config, state = tiny_model("llama")
+    write_gguf(tmp_path / "tiny.gguf", "llama", hf_config, state)
+    assert load_model_config(resolve_source(str(tmp_path / "tiny.gguf"))).dtype == "float32"
+    packed = resolve_source(None)
+    assert load_model_config(packed).dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_config_of_a_gguf_is_that_of_its_hf_twin(architecture: str, tmp_path: Path) -> None:
     hf_config, state = tiny_model(architecture)

@@ -99,27 +99,35 @@ def write_page(results: Sequence[dict], page: Path) -> None:
 
 
 def plot(results: Sequence[dict], path: Path) -> None:
-    """Acceptance by position, and speed by batch: of the first runs that have them."""
+    """Acceptance by position, a panel a kind of text, and speed by batch: of the first runs that have them."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    text = next((result["text"] for result in results if result.get("text")), [])
-    for row in text:
-        if "error" not in row:
-            shares = row["acceptance_by_position"]
-            left.plot(range(1, len(shares) + 1), shares, marker="o", label=f"{row['method']}, {row['kind']}")
-    left.set(xlabel="position of the draft", ylabel="share that stands", ylim=(0, 1), title="Acceptance by position")
-    if text:
-        left.legend(fontsize=7)
+    text = [row for row in next((r["text"] for r in results if r.get("text")), []) if "error" not in row]
     shape = next((result["shape"] for result in results if result.get("shape", {}).get("rows")), {"rows": []})
+    kinds, methods = (list(dict.fromkeys(row[name] for row in text)) for name in ("kind", "method"))
+    figure, panels = pyplot.subplots(1, len(kinds) + 1, figsize=(3 * (len(kinds) + 1), 3.4), layout="constrained")
+    *by_kind, last = panels if kinds else [panels]
+    for panel, kind in zip(by_kind, kinds, strict=True):
+        for index, method in enumerate(methods):
+            for row in text:
+                if (row["kind"], row["method"]) == (kind, method):
+                    shares = row["acceptance_by_position"]
+                    panel.plot(range(1, len(shares) + 1), shares, "o-", color=f"C{index}", label=method)
+        panel.set(xlabel="position of the draft", ylim=(0, 1), title=kind)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    if kinds:
+        by_kind[0].set_ylabel("share of rounds in which it stands")
+        by_kind[0].legend(fontsize=8)
     rows = sorted(shape["rows"], key=lambda row: row["batch"])
-    right.plot([row["batch"] for row in rows], [row["speedup"] for row in rows], marker="o")
-    right.axhline(1.0, color="grey", linewidth=0.8)
-    right.set(xscale="log", xlabel="requests", ylabel="times plain decoding", title="Speed by batch")
-    figure.tight_layout()
+    batches = [row["batch"] for row in rows]
+    last.plot(batches, [row["speedup"] for row in rows], "o-", color="C0")
+    last.axhline(1.0, color="grey", linewidth=0.8)
+    last.set(xscale="log", xlabel="requests", ylabel="times plain decoding", title="an 8B shape, by batch")
+    last.set_xticks(batches, [str(batch) for batch in batches])
+    last.minorticks_off()
     figure.savefig(path)
 
 

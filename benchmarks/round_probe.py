@@ -83,7 +83,8 @@ def timed_rounds(llm) -> Iterator[Rounds]:
     parts = [
         (core.scheduler, "schedule", "schedule"),
         (core.model_runner, "forward", "forward"),
-        (core, "resolve", "resolve"),
+        (core, "_take", "take"),
+        (core, "_tell", "tell"),
         (Speculation, "propose", "propose"),
         (TokenReadback, "start", "readback"),
         (VerifiedTokens, "wait_blocks", WAIT),

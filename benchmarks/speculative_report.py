@@ -62,8 +62,8 @@ def _round_table(rows: Sequence[dict]) -> Iterator[str]:
     timed = [row for row in rows if row.get("host_us") is not None and "device_ms" in row]
     if not timed:
         return
-    yield "A round in microseconds: *beyond* is what it takes beyond its graphs and their launches, the host's work that"
-    yield "the device waits for; *host* is all of the host's work but for launches, also beside the device."
+    yield "A round in microseconds: *beyond* is what it takes beyond its graphs and their launches, the host's work"
+    yield "that the device waits for; *host* is all of the host's work but for launches, also beside the device."
     yield ""
     yield "| method | round | beyond | host | launches | waits | ms of each graph on the device |"
     yield "|---|---|---|---|---|---|---|"

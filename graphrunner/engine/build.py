@@ -20,7 +20,7 @@ from graphrunner.core.startup_report import StartupReport
 from graphrunner.device.registry import device_of
 from graphrunner.engine.build_runners import RunnerParts, num_drafts
 from graphrunner.engine.determinism import require_deterministic
-from graphrunner.engine.engine_core import EngineCore
+from graphrunner.engine.engine_core import EngineCore, StepOrder
 from graphrunner.engine.llm_engine import LLMEngine
 from graphrunner.engine.memory_plan import (
     DeviceMemory,
@@ -99,8 +99,6 @@ def _build(
     elif device.type == "cpu":
         torch.set_num_threads(_num_physical_cores())
     limits = _limits(config.scheduler, model_config, device)
-    if config.speculative is not None and limits.overlap:
-        raise ConfigError("overlap", limits.overlap, "must be off with speculative_config: drafts follow known tokens")
     # Padding of a verify step stands at positions past the context limit.
     num_positions = limits.max_model_len + num_drafts(config)
     clock.lap("device")
@@ -157,7 +155,7 @@ def _core(
     core = EngineCore(
         _scheduler(config, limits, allocator, speculation),
         model_runner,
-        is_overlapped=_is_overlapped(limits, parts.device, config.speculative),
+        order=_step_order(limits, parts.device, config.speculative),
         on_step=seen.on_step,
         speculation=speculation,
     )
@@ -236,10 +234,11 @@ def _scheduler(
     )  # fmt: skip
 
 
-def _is_overlapped(limits: SchedulerConfig, device: torch.device, speculative: SpeculativeConfig | None) -> bool:
-    if speculative is not None:
-        return False  # drafts are planned for rows whose tokens are all known
-    return device.type == "cuda" if limits.overlap is None else limits.overlap
+def _step_order(limits: SchedulerConfig, device: torch.device, speculative: SpeculativeConfig | None) -> StepOrder:
+    if not (device.type == "cuda" if limits.overlap is None else limits.overlap):
+        return StepOrder.ONE_BY_ONE
+    # Drafts are planned for rows whose tokens are all known.
+    return StepOrder.OVERLAPPED if speculative is None else StepOrder.TOLD_BESIDE
 
 
 def _cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:

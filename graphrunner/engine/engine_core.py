@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from enum import Enum, auto
+from typing import NamedTuple, cast
 
 from graphrunner.core.outputs import BlockHandle, EngineOutput, GenerationBatchResult, StepRecord, TokenHandle
 from graphrunner.core.request import FinishReason, Request
@@ -19,6 +20,10 @@ from graphrunner.telemetry.log import get_logger
 
 log = get_logger(__name__)
 
+_LITTLE = 0.1
+"""Of a step's time: a pause of its caller that is no longer does not make it look long, nor does a longer one where the
+step was waited for that long at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
@@ -29,13 +34,34 @@ class PendingStep:
     start_s: float
 
 
+class _TakenStep(NamedTuple):
+    """A finished step whose tokens the scheduler has, and which is still to be told."""
+
+    pending: PendingStep
+    updates: Sequence[RequestUpdate | None]
+    record: StepRecord
+
+
+class StepOrder(Enum):
+    """When a step's tokens are read, and when they are told.
+
+    ONE_BY_ONE: both before the next step is scheduled.
+    OVERLAPPED: both after the next step is launched.
+    TOLD_BESIDE: read before the next step is scheduled, which must know them, and told while it runs.
+    """
+
+    ONE_BY_ONE = auto()
+    OVERLAPPED = auto()
+    TOLD_BESIDE = auto()
+
+
 class EngineCore:
     """The loop's body. Requests in, `EngineOutput`s out; no text, no HTTP.
 
     Args:
         scheduler: decides each step.
         model_runner: runs it.
-        is_overlapped: launch step n + 1 before the tokens of step n are read.
+        order: of one step's end and the next one's begin.
         on_step: called with every finished step's record.
         speculation: told what became of drafts, and how long steps took; None without it.
     """
@@ -45,16 +71,18 @@ class EngineCore:
         scheduler: Scheduler,
         model_runner: ModelRunner,
         *,
-        is_overlapped: bool = False,
+        order: StepOrder = StepOrder.ONE_BY_ONE,
         on_step: Callable[[StepRecord], None] = lambda record: None,
         speculation: Speculation | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.model_runner = model_runner
-        self._is_overlapped = is_overlapped
+        self._order = order
         self._on_step = on_step
         self._speculation = speculation
         self._in_flight: PendingStep | None = None
+        self._untold: _TakenStep | None = None
+        self._returned_s = 0.0
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError when it can never be served."""
@@ -71,13 +99,20 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Run one step and return what it adds to each request.
 
-        With overlap the returned outputs are those of the step before, while the new one runs.
+        But for ONE_BY_ONE the returned outputs are those of the step before, while the new one runs.
         """
+        if self._order is StepOrder.TOLD_BESIDE and self._in_flight is not None:
+            paused_s = time.perf_counter() - self._returned_s
+            self._untold, self._in_flight = self._take(self._in_flight, paused_s), None
         launched = self.launch()
         ended = [_bare_output(update) for update in self.scheduler.take_ended_early()]
-        if not self._is_overlapped:
+        if self._order is StepOrder.ONE_BY_ONE:
             return ended + (self.resolve(launched) if launched else [])
         finished, self._in_flight = self._in_flight, launched
+        if self._order is StepOrder.TOLD_BESIDE:
+            ended += self._tell_untold()
+            self._returned_s = time.perf_counter()
+            return ended
         return ended + (self.resolve(finished) if finished else [])
 
     def launch(self) -> PendingStep | None:
@@ -91,7 +126,17 @@ class EngineCore:
 
     def resolve(self, pending: PendingStep) -> list[EngineOutput]:
         """Wait for a step's tokens and hand them out. Sync: waits for the step."""
+        return self._tell(self._take(pending))
+
+    def _take(self, pending: PendingStep, paused_s: float = 0.0) -> _TakenStep:
+        """Wait for a step's tokens and give them to the scheduler.
+
+        Args:
+            pending: the step.
+            paused_s: for how long nobody asked while it ran.
+        """
         scheduled, result = pending.scheduled, pending.result
+        asked_s = time.perf_counter()
         if scheduled.mode is ForwardMode.VERIFY:
             blocks = cast("BlockHandle", result.tokens).wait_blocks()
             updates = self.scheduler.update_accepted(scheduled, blocks)
@@ -102,18 +147,32 @@ class EngineCore:
             verified = []
         record = _record(pending, verified)
         if self._speculation is not None:
-            self._speculation.resolved(scheduled, verified, record)
-        self._on_step(record)
-        return [_output(update, result, index) for index, update in enumerate(updates) if update is not None]
+            little_s = _LITTLE * record.duration_ms / 1e3
+            is_timed = paused_s < little_s or time.perf_counter() - asked_s > little_s
+            self._speculation.resolved(scheduled, verified, record, is_timed=is_timed)
+        return _TakenStep(pending, updates, record)
+
+    def _tell(self, taken: _TakenStep) -> list[EngineOutput]:
+        self._on_step(taken.record)
+        result = taken.pending.result
+        return [_output(update, result, index) for index, update in enumerate(taken.updates) if update is not None]
+
+    def _tell_untold(self) -> list[EngineOutput]:
+        taken, self._untold = self._untold, None
+        return [] if taken is None else self._tell(taken)
 
     def fail_running(self, cause: BaseException) -> list[EngineOutput]:
-        """End every running request with an error after a step broke; the pool is whole afterwards."""
+        """End every running request with an error after a step broke; the pool is whole afterwards.
+
+        What an earlier step gave them, and those that it ended, is told before.
+        """
         if isinstance(cause, Exception):  # Ctrl-C is no fault to report
             log.error("a step failed and its requests end with an error", exc_info=cause)
         self._in_flight = None
         text = f"{type(cause).__name__}: {cause}"
+        told = self._tell_untold()
         failed = self.scheduler.finish_running(FinishReason.ERROR)
-        return [EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=text) for request_id in failed]
+        return told + [EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=text) for request_id in failed]
 
 
 def _bare_output(update: RequestUpdate) -> EngineOutput:

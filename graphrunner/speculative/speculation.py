@@ -123,11 +123,21 @@ class Speculation:
             ready |= {row: count for row, count in self._num_ready.items() if row not in batch.rows}
         self._num_ready = ready
 
-    def resolved(self, batch: ScheduledBatch, verified: Sequence[Verified], record: StepRecord) -> None:
-        """Take in a finished step."""
+    def resolved(
+        self, batch: ScheduledBatch, verified: Sequence[Verified], record: StepRecord, *, is_timed: bool = True
+    ) -> None:
+        """Take in a finished step.
+
+        Args:
+            batch: what was planned.
+            verified: of each row with drafts.
+            record: of the step.
+            is_timed: whether its duration is the step's own, and not that of somebody who came late.
+        """
         for row, num_drafts, num_accepted in verified:
             self.controller.add_round(row, num_drafts, num_accepted)
-        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and self._is_typical(batch, record):
+        is_uniform = batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY)
+        if is_uniform and self._is_typical(batch, record) and is_timed:
             self.controller.add_step(batch.num_reqs, batch.max_query_len, record.duration_ms)
         if verified and not self._is_alarmed:
             self._num_rounds += 1

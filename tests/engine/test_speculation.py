@@ -1,6 +1,7 @@
 """Speculation in the engine: faults that users report, and what results, metrics and settings say."""
 
 import logging
+import time
 
 import draft_making
 import oracle
@@ -248,8 +249,6 @@ def test_short_settings(make_llm, solo) -> None:
     assert generate(llm, [prompt], greedy(12)) == [solo(prompt, 12)]
     with pytest.raises(ConfigError, match="num_speculative_tokens=2: needs a method"):
         make_llm(num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match="overlap"):
-        make_llm(speculative="ngram", overlap=True)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(make_llm, tmp_path) -> None:
@@ -295,3 +294,70 @@ def test_trees_on_cuda(make_llm, known, solo, shape, tmp_path) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, top_k=20, ignore_eos=True, max_tokens=24, seed=11)
     assert generate(llm, prompts, params) == generate(plain, prompts, params)
     pool_check(llm)
+
+
+@pytest.mark.parametrize("decode_graph", ["recording", "full"])
+def test_tokens_told_beside_the_next_step_are_all_told(make_llm, solo, decode_graph: str) -> None:
+    """With poisoned outputs: what is told late was read before the next replay."""
+    graphs = {"decode_graph": decode_graph, "decode_sizes": [4], "poison_outputs": True}
+    llm = make_llm(speculative="ngram", num_speculative_tokens=3, overlap=True, **graphs)
+    prompts = [*prompts_of([9, 17, 3]), [5, 6, 7, 8] * 5]
+    lengths = [1, 4, 19, 24]
+    answers = generate(llm, prompts, [greedy(length) for length in lengths])
+    assert answers == [solo(p, length) for p, length in zip(prompts, lengths, strict=True)]
+    assert any(step.num_accepted for step in llm.steps)
+    pool_check(llm)
+
+
+def test_what_a_step_ended_is_told_though_the_next_one_breaks(make_llm, solo, monkeypatch) -> None:
+    llm = make_llm(speculative="ngram", num_speculative_tokens=3, overlap=True)
+    prompts = prompts_of([9, 17])
+    core = llm.engine.core
+    forward = core.model_runner.forward
+
+    def broken(batch):
+        if len(batch.request_ids) == 1 and batch.mode.value != "prefill":  # the short one has just ended
+            raise RuntimeError("on purpose")
+        return forward(batch)
+
+    monkeypatch.setattr(core.model_runner, "forward", broken)
+    short, long = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], [greedy(6), greedy(30)], use_tqdm=False
+    )
+    assert list(short.outputs[0].token_ids) == solo(prompts[0], 6) and short.outputs[0].finish_reason == "length"
+    told = list(long.outputs[0].token_ids)
+    assert long.outputs[0].finish_reason == "error" and told and told == solo(prompts[1], 30)[: len(told)]
+    monkeypatch.undo()
+    assert generate(llm, prompts, greedy(8)) == [solo(prompt, 8) for prompt in prompts]
+    pool_check(llm)
+
+
+def test_a_request_aborted_while_its_round_runs_gives_everything_back(make_llm, solo) -> None:
+    llm = make_llm(speculative="ngram", num_speculative_tokens=3, overlap=True)
+    engine = llm.engine
+    prompts = [[5, 6, 7, 8] * 5, *prompts_of([9])]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(30))
+    for _ in range(4):
+        engine.step()
+    engine.abort_request("0")
+    engine.add_request("2", {"prompt_token_ids": prompts[1]}, greedy(10))  # may take the row that has a round in flight
+    done = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            done[output.request_id] = output
+    assert list(done["1"].outputs[0].token_ids) == solo(prompts[1], 30)
+    assert list(done["2"].outputs[0].token_ids) == solo(prompts[1], 10)
+    pool_check(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "told beside"])
+def test_a_reader_who_takes_time_does_not_make_rounds_dear(make_llm, monkeypatch, overlap: bool) -> None:
+    llm = make_llm(speculative="ngram", num_speculative_tokens=3, overlap=overlap)
+    controller = llm.engine.core._speculation.controller
+    durations: list[float] = []
+    monkeypatch.setattr(controller, "add_step", lambda num_reqs, width, duration_ms: durations.append(duration_ms))
+    for _ in llm.stream({"prompt_token_ids": [5, 6, 7, 8] * 5}, greedy(12)):
+        time.sleep(0.2)
+    assert all(duration_ms < 200 for duration_ms in durations)
+    assert durations or overlap

@@ -92,6 +92,7 @@ CASES = given(
     chunk=st.sampled_from([9, 64]),
     has_cache=st.booleans(),
     prompts_first=st.booleans(),
+    overlap=st.booleans(),
     asked=requests(),
 )
 
@@ -99,9 +100,12 @@ CASES = given(
 @settings(SETTINGS, max_examples=14)
 @CASES
 def test_tokens_are_those_of_plain_decoding(
-    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, asked
+    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, overlap, asked
 ) -> None:
-    options = {"max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first}
+    options = {
+        "max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first,
+        "overlap": overlap,
+    }  # fmt: skip
     check_tokens(partial(engine_of, **options), solo, method, k, asked)
 
 
@@ -109,9 +113,12 @@ def test_tokens_are_those_of_plain_decoding(
 @settings(SETTINGS, max_examples=250)
 @CASES
 def test_tokens_are_those_of_plain_decoding_at_length(
-    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, asked
+    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, overlap, asked
 ) -> None:
-    options = {"max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first}
+    options = {
+        "max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first,
+        "overlap": overlap,
+    }  # fmt: skip
     check_tokens(partial(engine_of, **options), solo, method, k, asked)
 
 

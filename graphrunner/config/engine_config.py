@@ -56,7 +56,8 @@ class LoadConfig:
     skip_tokenizer_init: bool = False
     """Load no tokenizer; prompts are token ids and outputs have no text."""
     dtype: str = "auto"
-    """float32, bfloat16, float16 or auto (on a GPU the checkpoint's, bfloat16 for a packed GGUF; float32 on a CPU)."""
+    """float32, bfloat16, float16 or auto: float32 on a CPU; on a GPU the checkpoint's, and bfloat16 for a GGUF that is
+    not in float32."""
     device: str = "auto"
     """cpu, cuda or auto."""
     quantization: str | None = None

@@ -2,6 +2,9 @@
 
 When it pays again, the draft attends to them like to all others. What it would find there is of whoever had the page
 before, or of nobody: numbers of any size, NaN among them. So these places become zeros first, which say nothing.
+
+Not closed are holes of a request that ends, or is preempted, while its draft is off: who then finds its pages in the
+prefix cache has them as they are, which costs drafts that do not stand and no token.
 """
 
 from __future__ import annotations

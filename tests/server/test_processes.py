@@ -273,3 +273,23 @@ def test_ctrl_c_in_the_first_moments_of_the_command() -> None:
         _, errors = process.communicate(timeout=LIMIT_S)
         # Before our first line it is Python itself that is interrupted, while it reads its own modules.
         assert "graphrunner/" not in errors, errors
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"]], ids=lambda command: command[0])
+def test_ctrl_c_ends_a_command_while_torch_loads(command: list[str]) -> None:
+    """Parts of torch swallow a KeyboardInterrupt: the command would go on to its end."""
+    watch = """
+import os, signal, sys
+class Watch:
+    def find_spec(self, name, *places):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+            os._exit(7)
+sys.meta_path.insert(0, Watch())
+from graphrunner.entrypoints.cli.start import main
+main()
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", watch, *command], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "")

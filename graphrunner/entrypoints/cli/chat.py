@@ -16,6 +16,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
     Temperature,
     TopP,
 )
+from graphrunner.entrypoints.cli.start import ending_at_once
 
 if TYPE_CHECKING:
     from graphrunner.entrypoints.llm import LLM
@@ -42,7 +43,8 @@ def chat(
     )
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
-    from graphrunner.entrypoints.llm import LLM
+    with ending_at_once():  # while torch loads a Ctrl-C may be lost
+        from graphrunner.entrypoints.llm import LLM
 
     with LLM(model, **engine_options) as llm:
         while line := _ask():

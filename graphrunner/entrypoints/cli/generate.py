@@ -20,6 +20,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
     TopK,
     TopP,
 )
+from graphrunner.entrypoints.cli.start import ending_at_once
 
 if TYPE_CHECKING:
     from graphrunner.core.outputs import SpeculationStats, StepRecord
@@ -56,7 +57,8 @@ def generate(
         ignore_eos=ignore_eos,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    from graphrunner.entrypoints.llm import LLM
+    with ending_at_once():  # while torch loads a Ctrl-C may be lost
+        from graphrunner.entrypoints.llm import LLM
 
     with LLM(model, **engine_options) as llm:
         given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text

@@ -16,7 +16,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
     Temperature,
     TopP,
 )
-from graphrunner.entrypoints.cli.start import ending_at_once
+from graphrunner.entrypoints.cli.start import llm_class
 
 if TYPE_CHECKING:
     from graphrunner.entrypoints.llm import LLM
@@ -43,10 +43,7 @@ def chat(
     )
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
-    with ending_at_once():  # while torch loads a Ctrl-C may be lost
-        from graphrunner.entrypoints.llm import LLM
-
-    with LLM(model, **engine_options) as llm:
+    with llm_class()(model, **engine_options) as llm:
         while line := _ask():
             if line == "/reset":
                 messages = list(first)

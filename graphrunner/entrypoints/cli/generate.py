@@ -20,7 +20,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
     TopK,
     TopP,
 )
-from graphrunner.entrypoints.cli.start import ending_at_once
+from graphrunner.entrypoints.cli.start import llm_class
 
 if TYPE_CHECKING:
     from graphrunner.core.outputs import SpeculationStats, StepRecord
@@ -57,10 +57,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    with ending_at_once():  # while torch loads a Ctrl-C may be lost
-        from graphrunner.entrypoints.llm import LLM
-
-    with LLM(model, **engine_options) as llm:
+    with llm_class()(model, **engine_options) as llm:
         given = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
         if not chat:
             typer.echo(text, nl=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.entrypoints.cli.start import llm_class
 from graphrunner.entrypoints.cli.startup_table import show_startup, startup_as_dict
 
 if TYPE_CHECKING:
@@ -28,9 +29,8 @@ def graphs(
 ) -> None:
     """Print the start and what was captured, run some requests, print it again: memory, replays, padding, misses."""
     from graphrunner.core.sampling_params import SamplingParams
-    from graphrunner.entrypoints.llm import LLM
 
-    with LLM(model, **engine_options) as llm:
+    with llm_class()(model, **engine_options) as llm:
         start, before = llm.startup_report(), llm.graph_report()
         prompts = [{"prompt_token_ids": list(range(10, 18 + index))} for index in range(num_requests)]
         lens = [max(1, max_tokens - index) for index in range(num_requests)]  # so that the batch shrinks step by step

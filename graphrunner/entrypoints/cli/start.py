@@ -1,9 +1,15 @@
 """The first lines of the command: as little as possible comes before Ctrl-C is in good hands."""
 
+from __future__ import annotations
+
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphrunner.entrypoints.llm import LLM
 
 EXIT_INTERRUPTED = 130
 
@@ -20,6 +26,13 @@ def ending_at_once() -> Iterator[None]:
     yield
     if is_ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def llm_class() -> type[LLM]:
+    """`LLM`, and with it torch, which loses a Ctrl-C while it loads."""
+    with ending_at_once():
+        from graphrunner.entrypoints.llm import LLM
+    return LLM
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import typer
 
 from graphrunner.core.errors import ConfigError
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.entrypoints.cli.start import llm_class
 
 
 def graphs(
@@ -23,11 +24,10 @@ def graphs(
     """Milliseconds of a decode step, eager and with graphs, side by side."""
     sizes = _sizes(batches)
     from graphrunner.entrypoints.cli.bench.measured import batch_times
-    from graphrunner.entrypoints.llm import LLM
 
     step_ms: dict[str, list[float]] = {}
     for name, options in (("eager", {**engine_options, "enforce_eager": True}), ("graph", engine_options)):
-        with LLM(model, **options) as llm:
+        with llm_class()(model, **options) as llm:
             step_ms[name] = [batch_times(llm, size, prompt_len, num_tokens).step_ms for size in sizes]
     if as_json:
         typer.echo(json.dumps({"batches": sizes, **step_ms}))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.entrypoints.cli.start import llm_class
 
 
 def latency(
@@ -23,9 +24,8 @@ def latency(
 ) -> None:
     """Milliseconds to the first token and between tokens, for a fixed batch."""
     from graphrunner.entrypoints.cli.bench.measured import batch_times
-    from graphrunner.entrypoints.llm import LLM
 
-    with LLM(model, **engine_options) as llm:
+    with llm_class()(model, **engine_options) as llm:
         times = batch_times(llm, batch, prompt_len, num_tokens, num_repeats)
     if as_json:
         typer.echo(json.dumps(asdict(times)))

@@ -11,6 +11,7 @@ import typer
 
 from graphrunner.entrypoints.cli.bench.measured import random_prompt
 from graphrunner.entrypoints.cli.sampling_options import Model
+from graphrunner.entrypoints.cli.start import llm_class
 
 
 def offline(
@@ -24,13 +25,12 @@ def offline(
 ) -> None:
     """Output tokens a second for many requests of mixed lengths, all there at the start."""
     from graphrunner.core.sampling_params import SamplingParams
-    from graphrunner.entrypoints.llm import LLM
 
     rng = random.Random(seed)
     prompt_lens = [rng.randint(max_len // 8, max_len) for _ in range(num_requests)]
     output_lens = [rng.randint(max_len // 8, max_len) for _ in range(num_requests)]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in output_lens]
-    with LLM(model, **engine_options) as llm:
+    with llm_class()(model, **engine_options) as llm:
         warm_up, *prompts = [random_prompt(rng, length, llm.engine.vocab_size) for length in (max_len, *prompt_lens)]
         llm.generate(warm_up, params[0], use_tqdm=False)
         start_s = time.perf_counter()

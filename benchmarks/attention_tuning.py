@@ -187,6 +187,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="0.6B,1B,8B")
     parser.add_argument("--batches", default="1,4,16,32,64,128,192,256")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("measures a CUDA device, and there is none")
     shapes = {name: Shape.of(MODELS[name]) for name in args.shapes.split(",")}
     for key, row in tune_attention(shapes, [int(batch) for batch in args.batches.split(",")]).items():
         print(f'    "{key}": {row},')

@@ -300,6 +300,8 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--json", type=Path, help="write all rows and tables here")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("measures a CUDA device, and there is none")
     started = time.time()
     shapes = {name: Shape.of(MODELS[name]) for name in arguments.models.split(",")}
     batches = [int(batch) for batch in arguments.batches.split(",") if batch]

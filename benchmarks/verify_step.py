@@ -29,7 +29,7 @@ from shapes import ALL_SHAPES, write_config_folder
 
 REPLAYS_A_ROUND, NUM_ROUNDS = 8, 20
 MOST_KERNELS = 8
-LAYER_MARK = "_decode_attention_kernel"
+LAYER_MARK = "decode_attention_kernel"
 OPTIONS: dict[str, object] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 1,
     "max_model_len": 1024, "max_num_batched_tokens": 64, "prefill_graph": "off",

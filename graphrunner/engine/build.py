@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -84,14 +83,12 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 def _build(
     config: EngineConfig, device: torch.device, clock: StartupClock, compiler: KernelCompiler | None
 ) -> LLMEngine:
-    with ThreadPoolExecutor(1) as beside:
-        opened = beside.submit(_open, device)
-        source = source_of(config.load)
-        if config.speculative is not None:
-            config = replace(config, speculative=settled(config.speculative, source))
-        model_config = load_model_config(source)
-        clock.lap("configuration")
-        opened.result()
+    source = source_of(config.load)
+    if config.speculative is not None:
+        config = replace(config, speculative=settled(config.speculative, source))
+    model_config = load_model_config(source)
+    clock.lap("configuration")
+    device_of(device).trim()
     clock.measure(device_of(device).used_bytes)
     seen = Observation(config.telemetry, device)
     if config.num_threads is not None:
@@ -274,12 +271,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "this machine or this build of torch has no CUDA device")
     return torch.device(name)
-
-
-def _open(device: torch.device) -> None:
-    """Make the device's context, which takes seconds, most of them without Python's lock: beside slow imports."""
-    torch.empty(1, device=device)
-    device_of(device).trim()
 
 
 def _kernel_compiler(device: torch.device) -> KernelCompiler | None:

@@ -76,7 +76,8 @@ class BaseGraphRunner(BaseRunner):
         self._failed: set[ShapeKey] = set()
         self._wanted: dict[ShapeKey, None] = {}
         self._last_output: ModelOutput | None = None
-        self._cuts: dict[tuple[ShapeKey, int, int], tuple[ModelOutput, ModelOutput]] = {}
+        # By key, the output last cut, the requests and tokens it was cut to, and the views: one entry a recording.
+        self._cuts: dict[ShapeKey, tuple[ModelOutput, int, int, ModelOutput]] = {}
 
     @abstractmethod
     def all_keys(self) -> Iterable[ShapeKey]:
@@ -199,11 +200,10 @@ class BaseGraphRunner(BaseRunner):
         num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens
         if num_reqs == loaded.key.num_reqs and num_tokens == loaded.key.num_tokens:
             return output  # nothing is padding
-        shape = (loaded.key, num_reqs, num_tokens)
-        known = self._cuts.get(shape)
-        if known is None or known[0] is not output:  # a recording has one output, whose views are made once
-            known = self._cuts[shape] = (output, self._cut_to(loaded, output))
-        return known[1]
+        known = self._cuts.get(loaded.key)
+        if known is None or known[0] is not output or known[1:3] != (num_reqs, num_tokens):
+            known = self._cuts[loaded.key] = (output, num_reqs, num_tokens, self._cut_to(loaded, output))
+        return known[3]
 
     def _cut_to(self, loaded: LoadedBatch, output: ModelOutput) -> ModelOutput:
         num_reqs, num_tokens = loaded.num_reqs, loaded.num_tokens

@@ -286,3 +286,12 @@ def test_a_start_that_fails_ends_the_compiler(make_llm: Make, card, monkeypatch)
     with pytest.raises(ConfigError):
         make_llm(**GRAPHS, **SIZES, **OPEN | {"gpu_memory_utilization": 0.16})
     assert compiler.calls[-1] == "close"
+
+
+def test_what_a_runner_remembers_does_not_grow_with_the_sizes_of_steps(make_llm: Make, solo) -> None:
+    llm = make_llm(**GRAPHS, **SIZES)
+    for prompt in prompts_of([*range(3, 14)]):
+        assert generate(llm, [prompt], greedy(2)) == [solo(prompt, 2)]
+    runner = llm.engine.core.model_runner.prefill_cuda_graph_runner
+    padded = {step.num_tokens for step in llm.steps if step.runner == runner.name and step.num_padding_tokens}
+    assert len(padded) > len(list(runner.all_keys())) >= len(runner._cuts) > 0

@@ -89,36 +89,28 @@ def requests(draw) -> list[tuple[list[int], int, int]]:
 CASES = given(
     method=st.sampled_from(METHODS),
     k=st.integers(1, 8),
-    chunk=st.sampled_from([9, 64]),
-    has_cache=st.booleans(),
-    prompts_first=st.booleans(),
-    overlap=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "max_num_batched_tokens": st.sampled_from([9, 64]),
+            "enable_prefix_caching": st.booleans(),
+            "prompts_first": st.booleans(),
+            "overlap": st.booleans(),
+        }
+    ),
     asked=requests(),
 )
 
 
 @settings(SETTINGS, max_examples=14)
 @CASES
-def test_tokens_are_those_of_plain_decoding(
-    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, overlap, asked
-) -> None:
-    options = {
-        "max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first,
-        "overlap": overlap,
-    }  # fmt: skip
+def test_tokens_are_those_of_plain_decoding(engine_of, solo, *, method, k, options, asked) -> None:
     check_tokens(partial(engine_of, **options), solo, method, k, asked)
 
 
 @pytest.mark.slow
 @settings(SETTINGS, max_examples=250)
 @CASES
-def test_tokens_are_those_of_plain_decoding_at_length(
-    engine_of, solo, *, method, k, chunk, has_cache, prompts_first, overlap, asked
-) -> None:
-    options = {
-        "max_num_batched_tokens": chunk, "enable_prefix_caching": has_cache, "prompts_first": prompts_first,
-        "overlap": overlap,
-    }  # fmt: skip
+def test_tokens_are_those_of_plain_decoding_at_length(engine_of, solo, *, method, k, options, asked) -> None:
     check_tokens(partial(engine_of, **options), solo, method, k, asked)
 
 

@@ -22,13 +22,13 @@ from graphrunner.kernels.triton.attention_common import (
     check_cache,
 )
 from graphrunner.kernels.triton.decode_attention_config import DecodeAttentionConfig, select_decode_config
-from graphrunner.kernels.triton.decode_attention_kernel import _decode_attention_kernel, combine_kernel
+from graphrunner.kernels.triton.decode_attention_kernel import combine_kernel, decode_attention_kernel
 
 MAX_QUERY_WIDTH = 8
 _JOINED_VALUES = 4096
 """Numbers the last arriver can join at once: 64 registers a thread where there are two warps."""
 _FEW_REQUESTS = 4
-"""Measured on an H200 at one request: the last arriver takes 3 us longer than a kernel of its own."""
+"""With so few, a kernel of its own joins splits sooner: see docs/decisions/0008-splits-of-attention.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def prepare_decode_attention(
         "launch_pdl": pdl,
     }
     grid = (config.num_splits, num_kv_heads, num_requests)
-    attention = runtime.Launch(_decode_attention_kernel, grid, operands, settings)
+    attention = runtime.Launch(decode_attention_kernel, grid, operands, settings)
     if config.num_splits == 1 or joins:
         return (attention,)
     num_heads = qkv.shape[0] * num_q_heads

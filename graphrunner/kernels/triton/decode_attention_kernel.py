@@ -81,7 +81,7 @@ def _join_splits(
 
 
 @triton.jit(do_not_specialize=["T", "max_pages", "SPLITS", "MIN_TILES"])
-def _decode_attention_kernel(
+def decode_attention_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, request_rows_ptr, seq_lens_ptr, slot_mapping_ptr,
     positions_ptr, query_start_loc_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, tree_mask_ptr, out_ptr, partial_ptr,
     lse_ptr, arrived_ptr, max_pages, T, scale_log2, eps, soft_cap, v_scale, inverse_k_scale, inverse_v_scale, window,

@@ -107,9 +107,15 @@ def candidates(shape: Shape, batch: int) -> dict[DecodeAttentionConfig, Row]:
     return found
 
 
-def _compile(job: tuple[Shape, int, DecodeAttentionConfig]) -> str:
-    shape, batch, config = job
-    problem = problem_of(shape, [PAGE_SIZE] * batch, torch.device("meta"), 1)
+def compile_cut(job: tuple[Shape, int, DecodeAttentionConfig, int]) -> str:
+    """Compile the kernels of (shape, requests, configuration, tokens of each) in this process; returns the error."""
+    shape, batch, config, width = job
+    place = torch.device("meta")
+    problem = problem_of(shape, [PAGE_SIZE] * batch, place, 1)
+    if width > 1:
+        tokens = torch.empty(batch * width, dtype=torch.int64, device=place)
+        metadata = replace(problem.metadata, positions=tokens, slot_mapping=tokens)
+        problem = replace(problem, qkv=problem.qkv.repeat(width, 1), metadata=metadata)
     try:
         launches = prepare_decode_attention(
             problem.qkv, problem.layer, problem.caches[0], problem.metadata, config, DEVICE, problem.qkv
@@ -124,10 +130,10 @@ def _compile(job: tuple[Shape, int, DecodeAttentionConfig]) -> str:
 def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, Row]:
     """Measure, print, and put into use; returns rows of TUNED_ATTENTION."""
     jobs = [
-        (shape, batch, replace(config, min_split_tokens=0))
+        (shape, batch, replace(config, min_split_tokens=0), 1)
         for shape in shapes.values() for batch in batches for config in candidates(shape, batch)
     ]  # fmt: skip
-    compile_all(_compile, dict.fromkeys(jobs), max(1, (os.cpu_count() or 2) - 1))
+    compile_all(compile_cut, dict.fromkeys(jobs), max(1, (os.cpu_count() or 2) - 1))
     table: dict[str, Row] = {}
     for batch in batches:
         alike: dict[str, list[tuple[str, Shape]]] = {}

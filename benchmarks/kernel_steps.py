@@ -83,12 +83,17 @@ class Model:
 
     def step(self, request_rows: Tensor, inputs: gpu_ops.DecodeInputs) -> None:
         """One decode step, as a captured graph runs it."""
-        s = self.shape
         gpu_ops.gather_decode_inputs(
             request_rows, self.last_token, self.num_computed, self.page_table, PAGE_SIZE, inputs
         )
         metadata = DecodeMetadata(inputs.positions, inputs.slot_mapping, inputs.seq_lens, request_rows, self.page_table)
-        hidden = gpu_ops.embedding(inputs.input_ids, self.head)
+        tokens = self.forward(inputs.input_ids, metadata)
+        gpu_ops.advance_rows(request_rows, tokens, self.last_token, self.num_computed, self.ring, self.counter)
+
+    def forward(self, input_ids: Tensor, metadata: DecodeMetadata) -> Tensor:
+        """The likeliest token after each of a uniform step's."""
+        s = self.shape
+        hidden = gpu_ops.embedding(input_ids, self.head)
         for (qkv_w, o_w, gate_up_w, down_w), cache in zip(self.weights, self.caches, strict=True):
             qkv = gpu_ops.norm_linear(hidden, self.norm, s.eps, qkv_w)
             heads = gpu_ops.rope_store_attention(qkv, self.layer, *cache, metadata)
@@ -96,8 +101,7 @@ class Model:
             gated = gpu_ops.norm_gate_up(hidden, self.norm, s.eps, gate_up_w, "silu")
             hidden = gpu_ops.linear_residual(gated, down_w, None, hidden)
         _, partials = gpu_ops.norm_linear_argmax(hidden, self.norm, s.eps, self.head)
-        tokens = gpu_ops.reduce_argmax(partials)
-        gpu_ops.advance_rows(request_rows, tokens, self.last_token, self.num_computed, self.ring, self.counter)
+        return gpu_ops.reduce_argmax(partials)
 
 
 def new_inputs(batch: int) -> gpu_ops.DecodeInputs:

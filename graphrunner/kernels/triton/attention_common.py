@@ -107,13 +107,56 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
 
 @triton.jit
 def rope_angles(cos_ptr, sin_ptr, positions, is_row, DP: tl.constexpr, HALF: tl.constexpr):
-    """cos and sin [rows, DP] of each row's position; 1 and 0 past the rotary channels."""
+    """cos and sin [rows, DP] of each row's position; 1 and 0 past the rotary channels, and everywhere without rope."""
     d = tl.arange(0, DP)
-    is_rotary = is_row[:, None] & (d < 2 * HALF)[None, :]
-    offsets = positions[:, None] * HALF + (d % HALF)[None, :]
-    cos = tl.load(cos_ptr + offsets, mask=is_rotary, other=1.0)
-    sin = tl.load(sin_ptr + offsets, mask=is_rotary, other=0.0)
+    if HALF > 0:
+        is_rotary = is_row[:, None] & (d < 2 * HALF)[None, :]
+        offsets = positions[:, None] * HALF + (d % HALF)[None, :]
+        cos = tl.load(cos_ptr + offsets, mask=is_rotary, other=1.0)
+        sin = tl.load(sin_ptr + offsets, mask=is_rotary, other=0.0)
+    else:
+        cos = tl.full([1, DP], 1.0, tl.float32)
+        sin = tl.full([1, DP], 0.0, tl.float32)
     return cos, sin
+
+
+@triton.jit
+def head_norm(norm_ptr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Norm weights of a head's channels and of those they are rotated with: float32 [DP] each; 1 without a norm."""
+    d = tl.arange(0, DP)
+    own = tl.full([DP], 1.0, tl.float32)
+    other = tl.full([DP], 1.0, tl.float32)
+    if HAS_NORM:
+        own = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        if HALF > 0:
+            partner = tl.where(d < HALF, d + HALF, d - HALF)
+            other = tl.load(norm_ptr + partner, mask=d < 2 * HALF, other=0.0).to(tl.float32)
+    return own, other
+
+
+@triton.jit
+def load_heads(
+    base_ptr, row_offsets, is_row, own, other, cos, sin, eps, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Load head rows, normalise and rotate them: float32 [rows, DP], zero past D and in rows that are not real.
+
+    own and other are `head_norm`'s; cos and sin are `rope_angles`' ([rows, DP], or [1, DP] for all rows).
+    """
+    d = tl.arange(0, DP)
+    is_real = is_row[:, None] & (d < D)[None, :]
+    x = tl.load(base_ptr + row_offsets[:, None] + d[None, :], mask=is_real, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * factor * own[None, :]
+    if HALF > 0:
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        is_rotary = is_row[:, None] & (d < 2 * HALF)[None, :]
+        y = tl.load(base_ptr + row_offsets[:, None] + partner[None, :], mask=is_rotary, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            y = y * factor * other[None, :]
+        x = x * cos + tl.where(d < HALF, -1.0, 1.0)[None, :] * y * sin
+    return x
 
 
 @triton.jit
@@ -121,24 +164,10 @@ def load_rotated(
     base_ptr, row_offsets, is_row, positions, norm_ptr, cos_ptr, sin_ptr, eps, D: tl.constexpr, DP: tl.constexpr,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Load head rows, normalise and rotate them: float32 [rows, DP], zero past D and in rows that are not real."""
-    d = tl.arange(0, DP)
-    is_real = is_row[:, None] & (d < D)[None, :]
-    x = tl.load(base_ptr + row_offsets[:, None] + d[None, :], mask=is_real, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * factor * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    if HALF > 0:
-        cos, sin = rope_angles(cos_ptr, sin_ptr, positions, is_row, DP, HALF)
-        partner = tl.where(d < HALF, d + HALF, d - HALF)
-        is_rotary = d < 2 * HALF
-        y = tl.load(
-            base_ptr + row_offsets[:, None] + partner[None, :], mask=is_row[:, None] & is_rotary[None, :], other=0.0
-        ).to(tl.float32)
-        if HAS_NORM:
-            y = y * factor * tl.load(norm_ptr + partner, mask=is_rotary, other=0.0).to(tl.float32)[None, :]
-        x = x * cos + tl.where(d < HALF, -1.0, 1.0)[None, :] * y * sin
-    return x
+    """`load_heads` with all that it needs."""
+    own, other = head_norm(norm_ptr, D, DP, HALF, HAS_NORM)
+    cos, sin = rope_angles(cos_ptr, sin_ptr, positions, is_row, DP, HALF)
+    return load_heads(base_ptr, row_offsets, is_row, own, other, cos, sin, eps, D, DP, HALF, HAS_NORM)
 
 
 @triton.jit

@@ -92,7 +92,8 @@ def decode_attention(
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if config is None:
-        config = select_decode_config(metadata.seq_lens.shape[0], num_kv_heads, head_dim, qkv.device, qkv.dtype)
+        num_requests, width = metadata.seq_lens.shape[0], metadata.query_width
+        config = select_decode_config(num_requests, num_kv_heads, head_dim, qkv.device, qkv.dtype, width)
     out = qkv.new_empty(num_tokens, num_q_heads * head_dim)
     for launch in prepare_decode_attention(qkv, layer, (k_cache, v_cache), metadata, config, qkv.device, out):
         launch.run()
@@ -177,6 +178,7 @@ def prepare_decode_attention(
         "JOIN_ROWS": num_rows if joins else 1,
         "SP": config.num_splits if joins else 1,
         "PAGE": page_size,
+        "ANGLE_BYTES": str(layer.half_rotary_dim * 4 // 16 * 16 if pdl else 0),
         "STAGES": config.num_stages,
         "PDL": pdl,
         "num_warps": config.num_warps,

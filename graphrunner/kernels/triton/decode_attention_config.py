@@ -43,18 +43,25 @@ def default_decode_config(
     return DecodeAttentionConfig(num_splits, block_n)
 
 
-def attention_key(num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Name of one entry of the table of measured configurations; requests are bucketed."""
+def attention_key(
+    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, query_width: int = 1
+) -> str:
+    """Name of one entry of the table of measured configurations; requests are bucketed, and all widths but 1 alike."""
     bucket = next((size for size in (1, 4, 16, 32, 64, 128, 192) if num_requests <= size), 256)
-    return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/requests{bucket}"
+    kind = "verify" if query_width > 1 else "requests"
+    return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/{kind}{bucket}"
 
 
 def select_decode_config(
-    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, query_width: int = 1
 ) -> DecodeAttentionConfig:
-    """The measured tiles for these sizes, else the default; the splits always follow from the sizes themselves."""
+    """The measured tiles for these sizes, else the default; the splits always follow from the sizes themselves.
+
+    A verify step that nobody measured runs the tiles of the decode step.
+    """
     default = default_decode_config(num_requests, num_kv_heads, head_dim, device, dtype)
-    row = TUNED_ATTENTION.get(attention_key(num_requests, num_kv_heads, head_dim, device, dtype))
+    keys = (attention_key(num_requests, num_kv_heads, head_dim, device, dtype, width) for width in (query_width, 1))
+    row = next((TUNED_ATTENTION[key] for key in keys if key in TUNED_ATTENTION), None)
     if row is None:
         return default
     programs_per_multiprocessor, block_n, num_warps, num_stages, min_split_tokens = row

@@ -9,12 +9,49 @@ Source: split-KV decoding as in Flash-Decoding (Dao et al. 2023); the join by th
 import triton
 import triton.language as tl
 
-from graphrunner.kernels.triton.attention_common import load_rotated, masked_scores, softmax_step, to_cache
+from graphrunner.kernels.triton.ask_l2 import ask_l2
+from graphrunner.kernels.triton.attention_common import (
+    head_norm,
+    load_heads,
+    masked_scores,
+    rope_angles,
+    softmax_step,
+    to_cache,
+)
+
+
+@triton.jit
+def _new_token(
+    qkv_ptr, k_cache_ptr, v_cache_ptr, slot, q, is_row, own, other, cos, sin, token, hk, scale_log2, eps, soft_cap,
+    inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HALF: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_CAP: tl.constexpr, IS_FP8: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The step's only token of a request: store its key and value, and begin the softmax with it.
+
+    Returns:
+        The maximum, the sum and the weighted values, as `softmax_step`.
+    """
+    d = tl.arange(0, DP)
+    one = tl.arange(0, 1)
+    row = token.to(tl.int64) * ((HQ + 2 * HK) * D)
+    k = load_heads(qkv_ptr, row + (HQ + hk) * D + one, one == 0, own, other, cos, sin, eps, D, DP, HALF, HAS_K_NORM)
+    is_real = (d < D)[None, :]
+    v = tl.load(qkv_ptr + row + (HQ + HK + hk) * D + d[None, :], mask=is_real, other=0.0)
+    cache_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+    k_stored = to_cache(k, inverse_k_scale, cache_dtype, IS_FP8)
+    v_stored = to_cache(v.to(tl.float32), inverse_v_scale, cache_dtype, IS_FP8)
+    offsets = (slot * HK + hk) * D + d[None, :]
+    tl.store(k_cache_ptr + offsets, k_stored, mask=is_real)
+    tl.store(v_cache_ptr + offsets, v_stored, mask=is_real)
+    scores = tl.sum(q.to(tl.float32) * k_stored.to(dtype).to(tl.float32), 1)
+    m = masked_scores(scores, is_row, scale_log2, soft_cap, HAS_CAP)
+    acc = tl.where(is_row[:, None], v_stored.to(dtype).to(tl.float32), 0.0)
+    return m, tl.where(is_row, 1.0, 0.0), acc
 
 
 @triton.jit
 def _new_tokens(
-    qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_norm_ptr, cos_ptr, sin_ptr, first_token, hk,
+    qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, own, other, cos_ptr, sin_ptr, first_token, hk,
     eps, inverse_k_scale, inverse_v_scale, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, NEW: tl.constexpr, HAS_K_NORM: tl.constexpr, IS_FP8: tl.constexpr,
     dtype: tl.constexpr,
@@ -27,9 +64,8 @@ def _new_tokens(
     position = tl.load(positions_ptr + token, mask=is_new, other=0)
     slot = tl.load(slot_mapping_ptr + token, mask=is_new, other=0)
     row = token.to(tl.int64) * ((HQ + 2 * HK) * D)
-    k = load_rotated(
-        qkv_ptr, row + (HQ + hk) * D, is_new, position, k_norm_ptr, cos_ptr, sin_ptr, eps, D, DP, HALF, HAS_K_NORM
-    )
+    cos, sin = rope_angles(cos_ptr, sin_ptr, position, is_new, DP, HALF)
+    k = load_heads(qkv_ptr, row + (HQ + hk) * D, is_new, own, other, cos, sin, eps, D, DP, HALF, HAS_K_NORM)
     is_real = is_new[:, None] & (d < D)[None, :]
     v = tl.load(qkv_ptr + (row + (HQ + HK + hk) * D)[:, None] + d[None, :], mask=is_real, other=0.0)
     cache_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
@@ -90,7 +126,7 @@ def decode_attention_kernel(
     ROWS: tl.constexpr, NEW: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, JOINS: tl.constexpr,
     JOIN_ROWS: tl.constexpr, SP: tl.constexpr, PAGE: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, IS_FP8: tl.constexpr,
-    IS_MIXED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    IS_MIXED: tl.constexpr, ANGLE_BYTES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     hk = tl.program_id(1)
@@ -129,6 +165,19 @@ def decode_attention_kernel(
     start = first_tile + split * per_split
     # At least one turn, all masked if need be: the wait and the new tokens are in it.
     stop = tl.maximum(tl.minimum(start + per_split, last_tile), start + 1)
+    token = first_token + w
+    # What depends on no kernel of this layer is loaded, or at least asked for, before the wait.
+    q_own, q_other = head_norm(q_norm_ptr, D, DP, HALF, HAS_Q_NORM)
+    k_own, k_other = head_norm(k_norm_ptr, D, DP, HALF, HAS_K_NORM)
+    if WIDTH == 1:
+        one = tl.arange(0, 1)
+        cos, sin = rope_angles(cos_ptr, sin_ptr, tl.load(positions_ptr + first_token + one), one == 0, DP, HALF)
+        slot = tl.load(slot_mapping_ptr + first_token)
+    else:
+        position = tl.load(positions_ptr + token, mask=is_row, other=0)
+        if ANGLE_BYTES != "0":
+            ask_l2(cos_ptr + position * HALF, ANGLE_BYTES)
+            ask_l2(sin_ptr + position * HALF, ANGLE_BYTES)
     q = tl.zeros([ROWS, DP], dtype)
     m = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -142,25 +191,32 @@ def decode_attention_kernel(
         k = tl.load(k_cache_ptr + offsets, mask=is_real, other=0.0)
         v = tl.load(v_cache_ptr + offsets, mask=is_real, other=0.0)
         if t == start:
-            token = first_token + w
-            position = tl.load(positions_ptr + token, mask=is_row, other=0)
+            q_rows = token.to(tl.int64) * ((HQ + 2 * HK) * D) + (hk * GROUP + r % GROUP) * D
             if PDL:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
-            q_rows = token.to(tl.int64) * ((HQ + 2 * HK) * D) + (hk * GROUP + r % GROUP) * D
-            q = load_rotated(
-                qkv_ptr, q_rows, is_row, position, q_norm_ptr, cos_ptr, sin_ptr, eps, D, DP, HALF, HAS_Q_NORM
-            ).to(dtype)
+            if WIDTH > 1:
+                cos, sin = rope_angles(cos_ptr, sin_ptr, position, is_row, DP, HALF)
+            q = load_heads(
+                qkv_ptr, q_rows, is_row, q_own, q_other, cos, sin, eps, D, DP, HALF, HAS_Q_NORM
+            ).to(dtype)  # fmt: skip
             if split == num_splits - 1:
-                k_new, v_new = _new_tokens(
-                    qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-                    first_token, hk, eps, inverse_k_scale, inverse_v_scale, HQ, HK, D, DP, HALF, WIDTH, NEW, HAS_K_NORM,
-                    IS_FP8, dtype,
-                )  # fmt: skip
-                sees_new = _new_tokens_visible(tree_mask_ptr, request, w, window, WIDTH, NEW, HAS_TREE, HAS_WINDOW)
-                new_scores = tl.dot(q, tl.trans(k_new), input_precision="ieee")
-                new_scores = masked_scores(new_scores, sees_new, scale_log2, soft_cap, HAS_CAP)
-                m, total, acc = softmax_step(new_scores, sees_new, v_new, m, total, acc)
+                if WIDTH == 1:
+                    m, total, acc = _new_token(
+                        qkv_ptr, k_cache_ptr, v_cache_ptr, slot, q, is_row, k_own, k_other, cos, sin, first_token, hk,
+                        scale_log2, eps, soft_cap, inverse_k_scale, inverse_v_scale, HQ, HK, D, DP, HALF, HAS_K_NORM,
+                        HAS_CAP, IS_FP8, dtype,
+                    )  # fmt: skip
+                else:
+                    k_new, v_new = _new_tokens(
+                        qkv_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, k_own, k_other, cos_ptr,
+                        sin_ptr, first_token, hk, eps, inverse_k_scale, inverse_v_scale, HQ, HK, D, DP, HALF, WIDTH,
+                        NEW, HAS_K_NORM, IS_FP8, dtype,
+                    )  # fmt: skip
+                    sees_new = _new_tokens_visible(tree_mask_ptr, request, w, window, WIDTH, NEW, HAS_TREE, HAS_WINDOW)
+                    new_scores = tl.dot(q, tl.trans(k_new), input_precision="ieee")
+                    new_scores = masked_scores(new_scores, sees_new, scale_log2, soft_cap, HAS_CAP)
+                    m, total, acc = softmax_step(new_scores, sees_new, v_new, m, total, acc)
         is_visible = is_cached[None, :] & is_row[:, None]
         if HAS_WINDOW:
             is_visible = is_visible & (o[None, :] > (cached + w - window)[:, None])

@@ -3,8 +3,8 @@
 Shape legend: B rows of x (1 to 16), K input width, N output width, G programs.
 
 Note [weights before wait]. Each kernel fills its software-pipelined ring of weight tiles, which depend on nothing,
-*before* `gdc_wait`, and touches activations only after it. The activation loads sit in an `if` of the loop's first
-turn so that the pipeliner does not hoist them into the ring.
+*before* `gdc_wait`, loads norm weights before it too, and touches activations only after it. The activation loads sit
+in an `if` of the loop's first turn so that the pipeliner does not hoist them into the ring.
 
 Note [trigger after wait]. A kernel allows its successor to start only after its own wait. So when a kernel begins,
 everything but its direct predecessor has completed, and it may read what older kernels wrote even before its wait.
@@ -44,7 +44,19 @@ def _load_columns(ptr, column, K: tl.constexpr, IS_RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _activation_row(x_ptr, norm_weight_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr):
+def _norm_row(norm_weight_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The norm weights in float32 chunks of BLOCK_K; nothing without a norm."""
+    k = tl.arange(0, BLOCK_K)
+    chunks = ()
+    for c in tl.static_range((K + BLOCK_K - 1) // BLOCK_K if HAS_NORM else 0):
+        column = c * BLOCK_K + k
+        weight = _load_columns(norm_weight_ptr + column, column, K, (c + 1) * BLOCK_K > K)
+        chunks = chunks + (weight.to(tl.float32),)
+    return chunks
+
+
+@triton.jit
+def _activation_row(x_ptr, norm_row, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr):
     """One row of x in chunks of BLOCK_K, times the norm weight; and the factor that finishes the norm."""
     k = tl.arange(0, BLOCK_K)
     chunks = ()
@@ -54,7 +66,7 @@ def _activation_row(x_ptr, norm_weight_ptr, eps, K: tl.constexpr, BLOCK_K: tl.co
         x = _load_columns(x_ptr + column, column, K, (c + 1) * BLOCK_K > K).to(tl.float32)
         if HAS_NORM:
             squares += x * x
-            x = x * _load_columns(norm_weight_ptr + column, column, K, (c + 1) * BLOCK_K > K).to(tl.float32)
+            x = x * norm_row[c]
         chunks = chunks + (x,)
     factor = 1.0
     if HAS_NORM:
@@ -98,6 +110,7 @@ def vector_linear_kernel(
         added = added + (tl.zeros([WIDTH], out_ptr.dtype.element_ty),)
         best = best + (tl.full([WIDTH], -float("inf"), tl.float32),)
         best_tile = best_tile + (tl.zeros([WIDTH], tl.int32),)
+    norm_row = _norm_row(norm_weight_ptr, K, BLOCK_K, HAS_NORM)
     for t in tl.range(pid, N // BLOCK_N, num_programs, num_stages=STAGES):
         tile_ptr = weight_ptr + (t * BLOCK_N + weight_row).to(tl.int64)[:, None] * K + k[None, :]
         w = ()
@@ -114,7 +127,7 @@ def vector_linear_kernel(
             if MODE == MODE_RESIDUAL:
                 added = ()
             for b in tl.static_range(ROWS):
-                row, factor = _activation_row(x_ptr + b * K, norm_weight_ptr, eps, K, BLOCK_K, HAS_NORM)
+                row, factor = _activation_row(x_ptr + b * K, norm_row, eps, K, BLOCK_K, HAS_NORM)
                 xs = xs + row
                 factors = factors + (factor,)
                 if MODE == MODE_RESIDUAL:
@@ -236,6 +249,8 @@ def mma_linear_kernel(
     squares = tl.zeros([SLICES, BLOCK_B], tl.float32)
     x = tl.zeros([SLICES, BLOCK_B, BLOCK_K], dtype)
     g = tl.zeros([SLICES, BLOCK_K], tl.float32)
+    if HAS_NORM:
+        g = _load_columns(norm_weight_ptr + column, column, K, IS_RAGGED).to(tl.float32)
     for i in tl.range(0, TURNS, num_stages=STAGES):
         here = column + i * BLOCK_K
         w = _load_columns(weight_ptr + weight_offsets + i * BLOCK_K, here[:, None, :], K, IS_RAGGED)
@@ -247,8 +262,6 @@ def mma_linear_kernel(
                 if TRIGGER == 1:
                     tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptr + x_offsets, mask=_real(is_row, here, K, IS_RAGGED), other=0.0)
-            if HAS_NORM:
-                g = _load_columns(norm_weight_ptr + column, here, K, IS_RAGGED).to(tl.float32)
         operand = x
         if HAS_NORM:
             squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 2)
@@ -290,6 +303,8 @@ def warpgroup_linear_kernel(
     squares = tl.zeros([BLOCK_B], tl.float32)
     x = tl.zeros([BLOCK_B, BLOCK_K], dtype)
     g = tl.zeros([BLOCK_K], tl.float32)
+    if HAS_NORM:
+        g = tl.load(norm_weight_ptr + k).to(tl.float32)
     for i in tl.range(0, TURNS, num_stages=STAGES):
         w = tl.load(weight_ptr + weight_offsets + i * BLOCK_K)
         if MODE == MODE_GATED:
@@ -300,8 +315,6 @@ def warpgroup_linear_kernel(
                 if TRIGGER == 1:
                     tl.extra.cuda.gdc_launch_dependents()
             x = tl.load(x_ptr + x_offsets, mask=is_row, other=0.0)
-            if HAS_NORM:
-                g = tl.load(norm_weight_ptr + k).to(tl.float32)
         operand = x
         if HAS_NORM:
             squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)

@@ -18,17 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graphrunner.kernels.triton import runtime
+from graphrunner.kernels.triton.ask_l2 import ask_l2
 from graphrunner.kernels.triton.linear_config import LinearConfig
 from graphrunner.kernels.triton.linear_kernels import MODE_GATED, mma_epilogue
-
-
-@triton.jit
-def _ask_l2(row_ptr, NUM_BYTES: tl.constexpr):
-    """Ask for the first NUM_BYTES of each row to be brought to L2; nothing waits for it."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], " + NUM_BYTES + "; mov.u32 $0, 0; }",
-        "=r,l", [row_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -53,9 +45,9 @@ def skinny_linear_kernel(
         weight_row = tl.minimum(n, N - 1).to(tl.int64)
         up_ptr = weight + N.to(tl.int64) * K
         if AHEAD != "0":
-            _ask_l2(weight + weight_row * K + split * SLICE, AHEAD)
+            ask_l2(weight + weight_row * K + split * SLICE, AHEAD)
             if MODE == MODE_GATED:
-                _ask_l2(up_ptr + weight_row * K + split * SLICE, AHEAD)
+                ask_l2(up_ptr + weight_row * K + split * SLICE, AHEAD)
         weight_offsets = weight_row[:, None] * K + k[None, :]
         x_offsets = b[:, None] * K + k[None, :]
         is_row = (b < ROWS)[:, None]

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from workload import Workload, prompt
 
 if TYPE_CHECKING:
     from graphrunner import LLM
+    from graphrunner.telemetry.step_trace import StepRecord
 
 
 @dataclass(slots=True)
@@ -68,22 +69,25 @@ class BenchedEngine:
         """`seconds` of equal requests."""
         return self.seconds([prompt_len] * batch, [output_len] * batch)
 
-    def steps_line(self) -> str:
-        """The steps of the last call of `seconds` by kind: how many, how long together, and how many had a graph.
-
-        Steps may overlap: each one is charged from the end of the one before it.
-        """
-        counts: Counter[str] = Counter()
-        graphs: Counter[str] = Counter()
-        spent_s: Counter[str] = Counter()
+    def charged_steps(self) -> Iterator[tuple["StepRecord", float]]:
+        """The steps of the last call of `seconds`, each with the seconds from the end of the one before it."""
         last_end_s = 0.0
         for step in self.llm.steps:
             if step.step_id > self.last_step_id:
-                kind, end_s = step.mode.value, step.start_s + step.duration_ms / 1e3
-                counts[kind] += 1
-                graphs[kind] += step.is_graph
-                spent_s[kind] += end_s - max(step.start_s, last_end_s)
+                end_s = step.start_s + step.duration_ms / 1e3
+                yield step, end_s - max(step.start_s, last_end_s)
                 last_end_s = end_s
+
+    def steps_line(self) -> str:
+        """The steps of the last call of `seconds` by kind: how many, how long together, and how many had a graph."""
+        counts: Counter[str] = Counter()
+        graphs: Counter[str] = Counter()
+        spent_s: Counter[str] = Counter()
+        for step, seconds in self.charged_steps():
+            kind = step.mode.value
+            counts[kind] += 1
+            graphs[kind] += step.is_graph
+            spent_s[kind] += seconds
         return ", ".join(
             f"{counts[kind]} {kind} steps in {1e3 * spent_s[kind]:.0f} ms ({graphs[kind]} from graphs)"
             for kind in counts

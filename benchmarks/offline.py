@@ -14,21 +14,24 @@ from collections.abc import Iterator
 import torch
 from benched_engine import BenchedEngine
 from floors import whole_floor_s
-from result_rows import Row
+from offline_profile import offline_parts
+from result_rows import Row, RowSink
 from shapes import ALL_SHAPES
 from workload import Workload, prompt
 
 PEER_LIMIT_S = 40.0
 
 
-def offline_rows(bench: BenchedEngine) -> Iterator[Row]:
-    """One timed run after a short one of equal shape."""
+def offline_rows(bench: BenchedEngine, sink: RowSink) -> Iterator[Row]:
+    """One timed run after a short one of equal shape, and its parts."""
     prompt_lens, output_lens = bench.workload.offline()
     bench.seconds(prompt_lens, [1 + length // 64 for length in output_lens])
     duration_s = bench.seconds(prompt_lens, output_lens)
     least_s = whole_floor_s(bench.config, bench.ceilings, prompt_lens, output_lens, bench.workload.bytes_per_value)
     num_tokens = sum(output_lens)
     print(f"   {sum(prompt_lens)} tokens in, {num_tokens} out, {duration_s:.2f} s; {bench.steps_line()}")
+    parts = offline_parts(bench, prompt_lens, output_lens)
+    sink.profile(f"offline/{bench.shape}", {"whole_s": duration_s, "parts": parts})
     yield Row.of(f"offline/{bench.shape}", num_tokens / duration_s, "tokens/s", num_tokens / least_s)
 
 

@@ -39,6 +39,7 @@ SECTIONS = (
 PICTURES = {
     "h200_decode.svg": "ms a decode step by batch: LLM.generate, bare replay, floor, vLLM",
     "h200_profile.svg": "where the time of a step goes, kernel by kernel",
+    "h200_offline.svg": "where the time of an offline run goes, and the least that each part could take",
     "h200_start.svg": "a cold and a warm start by phase, and what each recorded size takes",
 }
 
@@ -60,6 +61,7 @@ def tables(rows: Sequence[Row], profiles: dict[str, dict]) -> str:
         for name, value in sorted(profiles.items(), key=lambda item: sort_key(item[0]))
         if "kernels" in value
     ]
+    parts += [_offline(name, value) for name, value in sorted(profiles.items()) if "parts" in value]
     images = [name for name in PICTURES if (PAGE.parent / "images" / name).exists()]
     parts += [f"![{PICTURES[name]}](images/{name})" for name in images]
     return "\n\n".join(parts)
@@ -85,6 +87,20 @@ def _profile(name: str, step: dict) -> str:
     rest_us = sum(spent["us"] for _, spent in kernels[NUM_KERNELS:])
     lines += [f"| all others | | {rest_us:.1f} | {rest_us / whole_us:.0%} |"] if rest_us else []
     return "\n".join([*lines, f"| none running | | {step['idle_us']:.1f} | {step['idle_us'] / whole_us:.0%} |"])
+
+
+def _offline(name: str, run: dict) -> str:
+    """The parts of an offline run beside their floors."""
+    lines = [f"### Where the time goes: {name}, {run['whole_s']:.2f} s", ""]
+    lines += ["| part | steps | s | floor, s | share of floor |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {part['part']} | {part['num_steps']} | {part['spent_s']:.2f} | {part['floor_s']:.2f} | "
+        f"{part['floor_s'] / part['spent_s']:.0%} |"
+        for part in run["parts"]
+        if part["spent_s"]
+    ]
+    outside_s = run["whole_s"] - sum(part["spent_s"] for part in run["parts"])
+    return "\n".join([*lines, f"| between steps | | {outside_s:.2f} | | |"])
 
 
 def peer_of(name: str) -> float | None:

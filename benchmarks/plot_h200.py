@@ -1,4 +1,4 @@
-"""Pictures of a saved run: step time against its floor, capture and start, where a step's time goes.
+"""Pictures of a saved run: step time against its floor, capture and start, where a step's and an offline run's time goes.
 
     python benchmarks/plot_h200.py [--from docs/benchmarks] [--into docs/images]
 
@@ -105,6 +105,22 @@ def profile_figure(rows: Rows, profiles: Profiles) -> Figure | None:
     return figure
 
 
+def offline_figure(rows: Rows, profiles: Profiles) -> Figure | None:
+    """Seconds of an offline run by part, beside the least that each could take; a panel a shape."""
+    runs = [(shape, profiles[f"offline/{shape}"]) for shape in SHAPES if f"offline/{shape}" in profiles]
+    if not runs:
+        return None
+    figure, panels = pyplot.subplots(1, len(runs), figsize=(4.2 * len(runs), 3.4), squeeze=False, sharey=True)
+    for panel, (shape, run) in zip(panels[0], runs, strict=True):
+        names = [part["part"] for part in run["parts"]]
+        panel.barh(names, [part["spent_s"] for part in run["parts"]], color=BARE, label="measured")
+        panel.barh(names, [part["floor_s"] for part in run["parts"]], height=0.3, color=FLOOR, label="floor")
+        panel.set(xlabel="s", title=f"offline/{shape}, {run['whole_s']:.1f} s")
+    panels[0][0].invert_yaxis()
+    panels[0][0].legend(fontsize=8)
+    return figure
+
+
 def _share(step: dict, kernel: str, named: list[str]) -> float:
     whole = _busy_us(step)
     if kernel == "idle":
@@ -126,6 +142,7 @@ FIGURES: dict[str, Callable[[Rows, Profiles], Figure | None]] = {
     "h200_decode.svg": decode_figure,
     "h200_start.svg": start_figure,
     "h200_profile.svg": profile_figure,
+    "h200_offline.svg": offline_figure,
 }
 
 

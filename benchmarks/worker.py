@@ -61,9 +61,10 @@ class Measurement:
             yield from graph_gain_rows(self.shape, self.device, self.workload, ceilings, self.options)
 
     def _engine_rows(self, task: str, bench: BenchedEngine) -> Iterator[Row]:
-        if task in ("replay", "prefill"):
-            return (replay_rows if task == "replay" else prefill_rows)(bench, self.sink)
-        return {"decode": decode_rows, "nano": fixed_rows, "offline": offline_rows}[task](bench)
+        profiled = {"replay": replay_rows, "prefill": prefill_rows, "offline": offline_rows}
+        if task in profiled:
+            return profiled[task](bench, self.sink)
+        return {"decode": decode_rows, "nano": fixed_rows}[task](bench)
 
     def _measured_ceilings(self) -> Ceilings:
         if self.ceilings is None:

@@ -31,7 +31,14 @@ def _invented_run(folder: Path) -> None:
         for size in (1, 8, 64)
     ]  # fmt: skip
     start = {"phases_s": {"imports": 4.0, "capture": 2.0, "first token": 0.1}, "graphs": graphs}
-    profiles = {"decode/8B/batch1": step, "decode/0.6B/batch256": step, "start/warm/8B": start, "start/cold/8B": start}
+    parts = [
+        {"part": "prompts", "num_steps": 18, "spent_s": 3.0, "floor_s": 2.7},
+        {"part": "decode, 1 to 16 requests", "num_steps": 60, "spent_s": 0.25, "floor_s": 0.2},
+    ]
+    profiles = {
+        "decode/8B/batch1": step, "decode/0.6B/batch256": step, "start/warm/8B": start, "start/cold/8B": start,
+        "offline/8B": {"whole_s": 3.5, "parts": parts},
+    }  # fmt: skip
     save_rows(folder / "h200.json", rows)
     save_json(folder / "h200_profile.json", profiles)
 
@@ -59,6 +66,7 @@ def test_a_changed_figure_is_noticed_and_written(tmp_path: Path) -> None:
     assert "| decode/8B/batch1 | 3.95 ms | 0.5 | 13% | 4.93 | 3.95 | 3.65 | pass |" in text
     assert f"{len(MARKS)} of {len(MARKS)} marks reached. Measured at commit abc." in text
     assert "### Where the time goes: decode/8B/batch1, 900 us" in text
+    assert "| prompts | 18 | 3.00 | 2.70 | 90% |" in text and "| between steps | | 0.25 | | |" in text
 
 
 def test_shortfalls_stand_out() -> None:

@@ -1,6 +1,7 @@
 """The fused ops that layers are written in; the one place that knows which device has which kernels.
 
-Shape legend as in kernels/reference.py: T rows, K inputs, N outputs.
+Shape legend as in kernels/reference.py: T rows, K inputs, N outputs. The rows of a product lie one after the other.
+Only the GPU's kernels rely on that; it is asked for on every device, so that a CPU shows who hands in something else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from graphrunner.kernels.cpu import invariant_ops
 from graphrunner.kernels.cpu import ops as cpu_ops
 from graphrunner.kernels.packed_weight import Weight, WeightLayout, dequantize
 from graphrunner.kernels.tracing import has_gpu_kernels, is_tracing
+
+_STRIDED = "rows of a product must be contiguous"
 
 
 @cache
@@ -93,6 +96,7 @@ def _is_compiled(x: Tensor) -> bool:
 
 def norm_linear(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """rms_norm(x) @ weight.T + bias; no norm when norm_weight is None. [T, K] -> [T, N], dtype of x."""
+    assert x.is_contiguous(), _STRIDED
     if is_batch_invariant():
         return _invariant_kernels(x).norm_linear(x, norm_weight, eps, weight, bias)
     if _is_compiled(x):
@@ -114,6 +118,7 @@ def norm_linear_argmax(
     Args:
         token_ids: int32 [N]; what stands for each index in the result.
     """
+    assert x.is_contiguous(), _STRIDED
     if not has_gpu_kernels(x) or is_batch_invariant():
         return None
     reduce_argmax = _gpu_kernels().reduce_argmax
@@ -124,6 +129,7 @@ def norm_linear_argmax(
 
 def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weight: Weight, activation: str) -> Tensor:
     """act(gate) * up of rms_norm(x); rows of the weight [2N, K] are [gate; up]. [T, K] -> [T, N]."""
+    assert x.is_contiguous(), _STRIDED
     if is_batch_invariant():
         return _invariant_kernels(x).norm_gate_up(x, norm_weight, eps, gate_up_weight, activation)
     if _is_compiled(x):
@@ -139,6 +145,7 @@ def norm_gate_up(x: Tensor, norm_weight: Tensor | None, eps: float, gate_up_weig
 
 def linear_residual(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + x @ weight.T + bias. [T, K], [T, N] -> [T, N]. May write into `residual`: use only the result."""
+    assert x.is_contiguous() and residual.is_contiguous(), _STRIDED
     if is_batch_invariant():
         return _invariant_kernels(x).linear_residual(x, weight, bias, residual)
     if _is_compiled(x):

@@ -12,7 +12,7 @@ from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.kernels.tracing import has_gpu_kernels
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
-from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
+from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward, branch_out
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
             return self._draft_with_kernels(views, variant)
         tree, num_reqs = self._tree, views.num_reqs
         newest = self.context.table.num_computed.index_select(0, views.request_rows)
-        root = self.state.hidden[:num_reqs].clone().unsqueeze(1)
+        root = self.state.hidden[:num_reqs].unsqueeze(1)
         tokens, scores = self._children(root, views, newest + 1, variant)
         parents = torch.zeros_like(tokens, dtype=torch.int64)
         all_tokens, all_scores, all_parents = [tokens], [scores], [parents]
@@ -94,14 +94,14 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
         tree, table, num_reqs = self._tree, self.context.table, views.num_reqs
         out = DecodeInputs(views.input_ids, views.positions, views.seq_lens, views.slot_mapping)
         newest = None
-        if variant is not ForwardVariant.GREEDY:  # greedy guesses depend on nothing but hidden rows
+        if variant is not ForwardVariant.GREEDY:  # see `branch_out`
             newest = table.num_computed.index_select(0, views.request_rows)
         left = self.state.hidden[:num_reqs]
         growth = grow_tree.new_growth(tree, left)
-        rows = left
+        rows = left.unsqueeze(1)
         for level in range(tree.num_levels):
             places = views.request_rows if newest is None else newest + level + 1
-            guesses = self._guesses(rows, views.request_rows, places, variant)
+            guesses = branch_out(self._branch, rows, views.request_rows, places, tree.num_children, variant)
             if level == tree.num_levels - 1:
                 break
             mask, inputs = grow_tree.grow(
@@ -112,31 +112,20 @@ class EagleGrownTreeDraftCudaGraphRunner(BaseDraftRunner):
             num_tokens = inputs.shape[1]
             step = self.first_tokens(views, num_tokens, mask)
             left = self._layer(step, inputs.flatten(0, 1)).view(num_reqs, num_tokens, -1)
-            rows = left[:, -tree.num_beams :].flatten(0, 1).contiguous()
+            rows = left[:, -tree.num_beams :].contiguous()
         first = grow_tree.keep_best(
             growth, tree, guesses=guesses, request_rows=views.request_rows, drafts=table.draft_tokens,
             draft_parents=table.draft_parents,
         )  # fmt: skip
         return ModelOutput(token_ids=first)
 
-    def _guesses(
-        self, hidden: torch.Tensor, request_rows: torch.Tensor, positions: torch.Tensor, variant: ForwardVariant
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and logs of chances of [R * B, C] hidden rows, B after B of a request."""
-        num_beams = hidden.shape[0] // request_rows.shape[0]
-        if variant is not ForwardVariant.GREEDY and num_beams > 1:
-            request_rows, positions = (each.repeat_interleave(num_beams) for each in (request_rows, positions))
-        return self._branch(hidden, request_rows, positions, self._tree.num_children, variant)
-
     def _children(
         self, hidden: torch.Tensor, views: ForwardBatch, positions: torch.Tensor, variant: ForwardVariant
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of [R, B, C] hidden rows: tokens int32 and scores fp32, [R, B * num_children] each."""
-        num_reqs, num_parents = hidden.shape[:2]
-        rows, places = (each.repeat_interleave(num_parents) for each in (views.request_rows, positions))
-        parents = hidden.flatten(0, 1).contiguous()  # a level's slice stays strided where it can
-        tokens, scores = self._branch(parents, rows, places, self._tree.num_children, variant)
-        return tokens.view(num_reqs, -1), scores.clamp(LEAST_SURE, SUREST).view(num_reqs, -1)
+        count = self._tree.num_children
+        tokens, scores = branch_out(self._branch, hidden.contiguous(), views.request_rows, positions, count, variant)
+        return tokens.flatten(1), scores.clamp(LEAST_SURE, SUREST).flatten(1)
 
     def _chosen(
         self,

@@ -18,6 +18,31 @@ Branch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, ForwardVariant
 likeliest tokens of each row, int32 [N, how many], likeliest first, and the log of their chances, fp32 of that shape."""
 
 
+def branch_out(
+    branch: Branch,
+    hidden: torch.Tensor,
+    request_rows: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    variant: ForwardVariant,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pick the children of the same number of tokens in each request, with one product for all of them. In graph: yes.
+
+    Args:
+        hidden: [R, P, C], contiguous; what those tokens left.
+        request_rows: int32 [R]; positions: int64 [R], of the children.
+        count: children of each token.
+
+    Returns:
+        Tokens int32 and logs of chances fp32, [R, P, count] each.
+    """
+    num_reqs, num_parents = hidden.shape[:2]
+    if num_parents > 1 and variant is not ForwardVariant.GREEDY:  # greedy guesses depend on nothing but hidden rows
+        request_rows, positions = (each.repeat_interleave(num_parents) for each in (request_rows, positions))
+    tokens, scores = branch(hidden.flatten(0, 1), request_rows, positions, count, variant)
+    return tokens.view(num_reqs, num_parents, count), scores.view(num_reqs, num_parents, count)
+
+
 class EagleState:
     """Static rows, in the order of the batch whose drafts are made next.
 

@@ -9,7 +9,7 @@ from graphrunner.core.forward_batch import ForwardBatch
 from graphrunner.core.outputs import ModelOutput
 from graphrunner.core.shape_key import ForwardVariant
 from graphrunner.runner.base_draft_runner import BaseDraftRunner, DraftCapture
-from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward
+from graphrunner.runner.eagle_state import Branch, EagleState, LayerForward, branch_out
 
 
 class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
@@ -45,16 +45,17 @@ class EagleTreeDraftCudaGraphRunner(BaseDraftRunner):
 
     def forward_over(self, views: ForwardBatch, variant: ForwardVariant) -> ModelOutput:
         """Draft, level by level. In graph."""
-        tree, num_reqs = self._tree, views.num_reqs
+        tree = self._tree
         newest = self.context.table.num_computed.index_select(0, views.request_rows)
-        hidden = {0: self.state.hidden[:num_reqs].clone()}
+        hidden = {0: self.state.hidden[: views.num_reqs]}
         tokens: dict[int, torch.Tensor] = {}
         for depth in range(1, tree.num_levels + 1):
-            for parent in tree.level(depth - 1):
-                nodes = tree.children(parent)
-                if nodes:
-                    picked, _ = self._branch(hidden[parent], views.request_rows, newest + depth, len(nodes), variant)
-                    tokens |= {node: picked[:, rank] for rank, node in enumerate(nodes)}
+            families = {token: tree.children(token) for token in tree.level(depth - 1) if tree.children(token)}
+            rows = torch.stack([hidden[parent] for parent in families], dim=1)
+            count = max(len(nodes) for nodes in families.values())
+            picked, _ = branch_out(self._branch, rows, views.request_rows, newest + depth, count, variant)
+            for place, nodes in enumerate(families.values()):
+                tokens |= {node: picked[:, place, rank] for rank, node in enumerate(nodes)}
             if depth < tree.num_levels:
                 self._compute(views, newest, tree.level(depth).stop - 1, hidden, tokens)
         drafts = [tokens[node] for node in range(1, tree.num_tokens)]

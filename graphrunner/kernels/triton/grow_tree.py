@@ -184,7 +184,7 @@ def grow(
     Args:
         growth: written.
         level: from 0; `level * B` beams are there already.
-        guesses: int32 and float32 [R * B, k] (level 0: [R, k]), contiguous: tokens, logs of their own chances.
+        guesses: int32 and float32 [R, B, k] (level 0: [R, 1, k]), contiguous: tokens, logs of their own chances.
         left: float [R, level * B, C], contiguous: what the step before left; for level 0 [R, C], the root.
         request_rows: int32 [R], device; num_computed: int32 [num_rows]; page_table: int32 [num_rows, max_pages].
         out: written.

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from graphrunner.kernels import reference
 from graphrunner.kernels.cpu import ops
+from graphrunner.kernels.packed_weight import dense_weight
+from graphrunner.layers import ops as layer_ops
 
 ROWS = st.one_of(st.integers(1, 20), st.just(40))
 WIDTHS = st.sampled_from([1, 15, 16, 48, 288, 300, 576])
@@ -121,3 +123,17 @@ def test_a_view_of_the_residual_stream_is_accepted():
 def test_refuses_an_int8_weight_without_scales():
     with pytest.raises(RuntimeError, match="scale belongs to int8"):
         ops.norm_linear(torch.randn(1, 16), None, 0.0, torch.zeros(4, 16, dtype=torch.int8))
+
+
+def test_layers_refuse_rows_that_a_gpu_kernel_would_misread():
+    weight = dense_weight(torch.zeros(16, 8))
+    apart = torch.zeros(3, 2, 8)[:, 1]
+    for product in (
+        lambda x: layer_ops.norm_linear(x, None, 0.0, weight, None),
+        lambda x: layer_ops.norm_linear_argmax(x, None, 0.0, weight),
+        lambda x: layer_ops.norm_gate_up(x, None, 0.0, weight, "silu"),
+        lambda x: layer_ops.linear_residual(x, weight, None, torch.zeros(3, 16)),
+    ):
+        product(apart.contiguous())
+        with pytest.raises(AssertionError, match="must be contiguous"):
+            product(apart)

@@ -6,14 +6,15 @@ A step that verifies w - 1 drafts a row takes longer than a plain one, and yield
 - the chance that a draft stands, by row, from its own last rounds; a row without rounds has the average of all.
 
 Each step takes the width with the most expected tokens a second, width 1 (no speculation) included. A width whose time
-is not known yet is tried twice; one that was not used for long is tried again, so that the account follows growing
-contexts and changing texts.
+is not known yet is tried twice. Now and then another than the best is tried again: while drafts are verified, the one
+that was measured longest ago, and ever more rarely as long as the best stays the best; while none are, the widest,
+since only verified drafts tell whether the text has become easier to guess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.runner.capture_sizes import bucket_for
@@ -22,10 +23,10 @@ MAX_ADAPTIVE_REQS = 64
 """Largest batch that adaptive speculation is recorded for by default: past it the device is busy with plain steps."""
 
 _NUM_TRIES = 2
-_ROUNDS_BETWEEN_PROBES = 128
+_LEAST_PATIENCE, _MOST_PATIENCE = 384, 3072  # rounds between two probes
 _NEW_SHARE = 0.1  # weight of the newest time in the running mean
 _LARGEST_OUTLIER = 2.0  # a time above that multiple of the mean counts as that multiple: a pause is not a cost
-_MEMORY = 0.9  # what a row's earlier rounds weigh after each new one
+_MEMORY = 0.95  # what a row's earlier rounds weigh after each new one
 _PRIOR_TRIALS = 2.0
 _FIRST_GUESS = 0.5
 
@@ -37,7 +38,7 @@ class StepCost:
     Attributes:
         ms: running mean; of the first tries the shorter one.
         num_samples: how many steps were measured.
-        last_round: when the last one was.
+        last_round: of its batch size, when the last one was.
     """
 
     ms: float = 0.0
@@ -53,10 +54,44 @@ class StepCost:
         self.num_samples += 1
         self.last_round = round_number
 
+    def doubt(self) -> None:
+        """Count no longer as known, until one more step was measured."""
+        self.ms, self.num_samples = _LARGEST_OUTLIER * self.ms, _NUM_TRIES - 1
+
     @property
     def is_known(self) -> bool:
         """Whether there were enough tries."""
         return self.num_samples >= _NUM_TRIES
+
+
+@dataclass(slots=True)
+class SizeAccount:
+    """What is known of one batch size, and when that is put to the test.
+
+    Attributes:
+        costs: by width.
+        num_rounds: steps of that size whose width was chosen.
+        best: the width that paid most in the last one.
+        patience: rounds from the last probe to the next.
+        probe_round: when the last one was.
+    """
+
+    costs: dict[int, StepCost] = field(default_factory=dict)
+    num_rounds: int = 0
+    best: int = 1
+    patience: int = _LEAST_PATIENCE
+    probe_round: int = 0
+
+    def is_probe_due(self, best: int) -> bool:
+        """Take in which width is best now; whether another is to be tried."""
+        if best != self.best:
+            self.best, self.patience = best, _LEAST_PATIENCE
+        if self.num_rounds - self.probe_round < self.patience:
+            return False
+        self.probe_round = self.num_rounds
+        if best > 1:
+            self.patience = min(2 * self.patience, _MOST_PATIENCE)
+        return True
 
 
 @dataclass(slots=True)
@@ -101,10 +136,9 @@ class DraftController:
         self._is_adaptive = is_adaptive
         self._disable_at = disable_at
         self._num_levels = num_levels or self.widths[-1] - 1
-        self._costs: dict[tuple[int, int], StepCost] = {}
+        self._accounts: dict[int, SizeAccount] = {}  # by batch size
         self._rows: dict[int, Acceptance] = {}
         self._all = Acceptance()
-        self._round = 0
 
     def forget(self, row: int) -> None:
         """Someone new has the row."""
@@ -125,17 +159,25 @@ class DraftController:
             return fitting[-1]
         if len(rows) > self._sizes[-1]:
             return 1
-        self._round += 1
+        account = self._account(len(rows))
+        account.num_rounds += 1
         costs = {width: self._cost(len(rows), width) for width in (1, *fitting)}
         untried = next((width for width, cost in costs.items() if not cost.is_known), None)
         if untried is not None:
             return untried
-        oldest = min(costs, key=lambda width: costs[width].last_round)
-        if self._round - costs[oldest].last_round > _ROUNDS_BETWEEN_PROBES:
-            return oldest
         standing = self._standing(rows, num_drafts)
         # Expected tokens a millisecond.
-        return max(costs, key=lambda width: (len(rows) + sum(standing[: width - 1])) / max(costs[width].ms, 1e-6))
+        best = max(costs, key=lambda width: (len(rows) + sum(standing[: width - 1])) / max(costs[width].ms, 1e-6))
+        if not account.is_probe_due(best):
+            return best
+        if best > 1:
+            probed = min(costs.keys() - {best}, key=lambda width: costs[width].last_round)
+        else:
+            probed = fitting[-1]
+            for row in rows:  # what was found of an earlier part of the text would outweigh what is found now
+                self.forget(row)
+        costs[probed].doubt()
+        return probed
 
     def width_for(self, num_drafts: int) -> int:
         """The smallest width that holds so many drafts, or else the largest; 1 for none."""
@@ -145,7 +187,7 @@ class DraftController:
 
     def add_step(self, num_reqs: int, width: int, duration_ms: float) -> None:
         """Take in the time of a decode or verify step."""
-        self._cost(num_reqs, width).add(duration_ms, self._round)
+        self._cost(num_reqs, width).add(duration_ms, self._account(num_reqs).num_rounds)
 
     def add_round(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Take in what became of a row's drafts."""
@@ -184,11 +226,18 @@ class DraftController:
                     power *= chance
         return standing
 
-    def _cost(self, num_reqs: int, width: int) -> StepCost:
+    def _account(self, num_reqs: int) -> SizeAccount:
         size = bucket_for(num_reqs, self._sizes) or num_reqs
-        cost = self._costs.get((size, width))
+        account = self._accounts.get(size)
+        if account is None:
+            account = self._accounts[size] = SizeAccount()
+        return account
+
+    def _cost(self, num_reqs: int, width: int) -> StepCost:
+        costs = self._account(num_reqs).costs
+        cost = costs.get(width)
         if cost is None:
-            cost = self._costs[size, width] = StepCost()
+            cost = costs[width] = StepCost()
         return cost
 
 

@@ -51,16 +51,69 @@ def test_batch_size_decides() -> None:
     assert disabled.choose_width([1, 2], [4, 4]) == 1
 
 
-def test_unknown_widths_are_tried_twice_and_old_ones_again() -> None:
+CHEAP = {1: 10.0, 2: 11.5, 3: 12.5, 5: 13.5}
+DEAR = {1: 10.0, 2: 18.0, 3: 25.0, 5: 34.0}
+
+
+def played(
+    controller: DraftController, chance: float, num_rounds: int, *, times: dict[int, float] = CHEAP, num_reqs: int = 1
+) -> list[int]:
+    """Widths of rounds whose drafts stand by chance. As drafts of a device are: a round verifies what the one before
+    proposed, and its time tells something where it proposed as many again."""
+    rows, rng, width, widths = list(range(1, num_reqs + 1)), random.Random(7), 1, []
+    for _ in range(num_rounds):
+        proposed = controller.choose_width(rows, [4] * num_reqs)
+        for row in rows if width > 1 else ():
+            stands = next((place for place in range(width - 1) if rng.random() >= chance), width - 1)
+            controller.add_round(row, width - 1, stands)
+        if proposed == width:
+            controller.add_step(num_reqs, width, times[width] * rng.uniform(0.97, 1.03))
+        widths.append(width)
+        width = proposed
+    return widths
+
+
+def usual(widths: list[int]) -> int:
+    """What most of the last rounds had."""
+    return max(set(widths), key=widths[-20:].count)
+
+
+def test_unknown_widths_are_tried_twice() -> None:
     controller = DraftController([2, 3, 5], [1, 2, 4, 8])
-    times = {1: 10.0, 2: 30.0, 3: 31.0, 5: 32.0}
-    chosen = []
-    accept(controller, 1, 0.3)
-    for _ in range(400):
-        chosen.append(controller.choose_width([1], [4]))
-        controller.add_step(1, chosen[-1], times[chosen[-1]])
-    assert chosen[:8] == [1, 1, 2, 2, 3, 3, 5, 5]
-    assert chosen.count(1) > 380 and {2, 3, 5} <= set(chosen[8:])
+    assert sorted(set(played(controller, 0.3, 12, times=DEAR))) == [1, 2, 3, 5]
+    assert all(controller.cost_ms(1, width) is not None for width in CHEAP)
+
+
+@pytest.mark.parametrize(("chance", "times", "best"), [(0.7, CHEAP, 5), (0.3, DEAR, 1)])
+def test_a_steady_engine_seldom_tries_other_widths(chance, times, best) -> None:
+    controller = DraftController([2, 3, 5], [1, 2, 4, 8])
+    played(controller, chance, 300, times=times)
+    widths = played(controller, chance, 8000, times=times)
+    others = [width for width in widths if width != best]
+    assert 0 < len(others) <= 0.01 * len(widths)
+
+
+def test_every_width_of_a_steady_engine_is_measured_again() -> None:
+    controller = DraftController([2, 3, 5], [1, 2, 4, 8])
+    played(controller, 0.7, 8000)
+    cheap = CHEAP | {2: 1.0}
+    assert usual(played(controller, 0.7, 12000, times=cheap)) == 2, "width 2 has become the cheapest by far"
+
+
+def test_widths_follow_a_text_that_becomes_harder_and_easier_again() -> None:
+    controller = DraftController([2, 3, 5], [1, 2, 4, 8])
+    times = DEAR | {5: 16.0}
+    assert usual(played(controller, 0.8, 3000, times=times)) == 5
+    assert usual(played(controller, 0.05, 80, times=times)) == 1
+    assert played(controller, 0.05, 3000, times=times).count(1) > 2950
+    assert usual(played(controller, 0.8, 800, times=times)) == 5
+
+
+def test_speculation_ends_at_batches_where_it_does_not_pay_and_comes_back() -> None:
+    controller = DraftController([2, 3, 5], [1, 2, 4, 8])
+    for _ in range(3):
+        assert usual(played(controller, 0.7, 80)) == 5
+        assert usual(played(controller, 0.4, 80, times=DEAR, num_reqs=8)) == 1
 
 
 def test_one_pause_is_not_a_cost() -> None:

@@ -85,6 +85,7 @@ class GenerationBatchResult:
         logprobs: per request, the logprobs of its tokens of this step, in order; None where not asked.
         prompt_logprobs: per request, (first position, entries) for the prompt tokens computed in this step.
         embeddings: per request, the pooled hidden states of a prompt that ended in this step; empty when none did.
+        num_proposed: how many drafts were asked for behind this step, of a proposer on the device.
     """
 
     tokens: TokenHandle | BlockHandle
@@ -95,6 +96,7 @@ class GenerationBatchResult:
     logprobs: Sequence[tuple[TokenLogprobs, ...] | None] = ()
     prompt_logprobs: Sequence[tuple[int, tuple[TokenLogprobs, ...]] | None] = ()
     embeddings: Sequence[tuple[float, ...] | None] = ()
+    num_proposed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

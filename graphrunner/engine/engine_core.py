@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, cast
 
@@ -25,8 +24,7 @@ _LITTLE = 0.1
 step was waited for that long at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A launched step whose tokens may still be on their way."""
 
     scheduled: ScheduledBatch
@@ -35,11 +33,19 @@ class PendingStep:
 
 
 class _TakenStep(NamedTuple):
-    """A finished step whose tokens the scheduler has, and which is still to be told."""
+    """A finished step whose tokens the scheduler has, and which is still to be told.
+
+    Attributes:
+        accepted: of a VERIFY step, the tokens of each request.
+        taken_s: when its tokens had come.
+        is_timed: whether the time until then is the step's own, and not that of somebody who came late for it.
+    """
 
     pending: PendingStep
     updates: Sequence[RequestUpdate | None]
-    record: StepRecord
+    accepted: Sequence[Sequence[int]]
+    taken_s: float
+    is_timed: bool
 
 
 class StepOrder(Enum):
@@ -136,25 +142,27 @@ class EngineCore:
             paused_s: for how long nobody asked while it ran.
         """
         scheduled, result = pending.scheduled, pending.result
+        accepted: Sequence[Sequence[int]] = ()
         asked_s = time.perf_counter()
         if scheduled.mode is ForwardMode.VERIFY:
-            blocks = cast("BlockHandle", result.tokens).wait_blocks()
-            updates = self.scheduler.update_accepted(scheduled, blocks)
-            rounds = zip(scheduled.rows, scheduled.num_draft_tokens, blocks, strict=True)
-            verified = [Verified(row, count, len(block) - 1) for row, count, block in rounds if count]
+            accepted = cast("BlockHandle", result.tokens).wait_blocks()
+            taken_s = time.perf_counter()
+            updates = self.scheduler.update_accepted(scheduled, accepted)
         else:
-            updates = self.scheduler.update(scheduled, cast("TokenHandle", result.tokens).wait())
-            verified = []
-        record = _record(pending, verified)
-        if self._speculation is not None:
-            little_s = _LITTLE * record.duration_ms / 1e3
-            is_timed = paused_s < little_s or time.perf_counter() - asked_s > little_s
-            self._speculation.resolved(scheduled, verified, record, is_timed=is_timed)
-        return _TakenStep(pending, updates, record)
+            token_ids = cast("TokenHandle", result.tokens).wait()
+            taken_s = time.perf_counter()
+            updates = self.scheduler.update(scheduled, token_ids)
+        little_s = _LITTLE * (taken_s - pending.start_s)
+        return _TakenStep(pending, updates, accepted, taken_s, paused_s < little_s or taken_s - asked_s > little_s)
 
     def _tell(self, taken: _TakenStep) -> list[EngineOutput]:
-        self._on_step(taken.record)
-        result = taken.pending.result
+        """Account for a step and make its outputs: all that the launch of the next one need not wait for."""
+        record, (scheduled, result, _) = _record(taken), taken.pending
+        if self._speculation is not None:
+            self._speculation.resolved(
+                scheduled, _verified(taken), record, num_proposed=result.num_proposed, is_timed=taken.is_timed
+            )
+        self._on_step(record)
         return [_output(update, result, index) for index, update in enumerate(taken.updates) if update is not None]
 
     def _tell_untold(self) -> list[EngineOutput]:
@@ -204,8 +212,22 @@ def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) ->
     )
 
 
-def _record(pending: PendingStep, verified: Sequence[Verified]) -> StepRecord:
-    scheduled, result = pending.scheduled, pending.result
+def _verified(taken: _TakenStep) -> list[Verified]:
+    """What became of the drafts of requests that go on: the rows of others may have new owners by now."""
+    if not taken.accepted:
+        return []
+    scheduled = taken.pending.scheduled
+    rounds = zip(scheduled.rows, scheduled.num_draft_tokens, taken.accepted, taken.updates, strict=True)
+    return [
+        Verified(row, num_drafts, len(tokens) - 1)
+        for row, num_drafts, tokens, update in rounds
+        if num_drafts and update is not None and update.finish_reason is None
+    ]
+
+
+def _record(taken: _TakenStep) -> StepRecord:
+    scheduled, result, start_s = taken.pending
+    rounds = zip(taken.accepted, scheduled.num_draft_tokens, strict=True)
     return StepRecord(
         step_id=scheduled.step_id,
         mode=scheduled.mode,
@@ -215,9 +237,9 @@ def _record(pending: PendingStep, verified: Sequence[Verified]) -> StepRecord:
         num_tokens=scheduled.num_tokens,
         is_graph=result.can_run_cuda_graph,
         miss_reason=result.miss_reason,
-        start_s=pending.start_s,
-        duration_ms=(time.perf_counter() - pending.start_s) * 1e3,
+        start_s=start_s,
+        duration_ms=(taken.taken_s - start_s) * 1e3,
         request_ids=scheduled.request_ids,
         num_drafts=sum(scheduled.num_draft_tokens),
-        accepted_lengths=tuple(row.num_accepted for row in verified),
+        accepted_lengths=tuple([len(tokens) - 1 for tokens, num_drafts in rounds if num_drafts]),
     )

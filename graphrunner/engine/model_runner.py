@@ -73,14 +73,18 @@ class ModelRunner:
         self.verify_runners = dict(verify_runners or {})
         self._verifier = verifier
         self._speculation = speculation
+        self._inference_mode = torch.inference_mode()  # one for all steps: to make one takes longer than to enter it
         self._runners = (decode_cuda_graph_runner, prefill_cuda_graph_runner)
         drafting = speculation.runners() if speculation is not None else ()
         self.graph_runners = _by_largest_shape((*self._runners, *self.verify_runners.values(), *drafting))
         self._lazy_runners = [runner for runner in self.graph_runners if runner.is_lazy]
 
-    @torch.inference_mode()
     def forward(self, batch: ScheduledBatch) -> GenerationBatchResult:
         """Run one step. Sync: none with in-graph sampling."""
+        with self._inference_mode:
+            return self._forward(batch)
+
+    def _forward(self, batch: ScheduledBatch) -> GenerationBatchResult:
         self._capture_pending()
         self.request_table.apply(batch)
         self.sampler.apply(batch, self._eos_token_ids)
@@ -95,8 +99,9 @@ class ModelRunner:
                 sampled = self._verified(batch, loaded, output)
             else:
                 sampled = self._sampled(batch, output)
+        num_proposed = 0
         if self._speculation is not None:
-            self._propose(self._speculation, batch, loaded, output, sampled)
+            num_proposed = self._propose(self._speculation, batch, loaded, output, sampled)
         if selected.miss is not None and selected.missed_by:
             self._account.missed(selected.missed_by, selected.miss)
         return GenerationBatchResult(
@@ -108,6 +113,7 @@ class ModelRunner:
             logprobs=sampled.logprobs,
             prompt_logprobs=sampled.prompt_logprobs if isinstance(sampled, SampledTokens) else (),
             embeddings=self._embeddings(output, batch),
+            num_proposed=num_proposed,
         )
 
     def take_prompts(self, batch: ScheduledBatch, views: ForwardBatch, output: ModelOutput) -> None:
@@ -183,8 +189,8 @@ class ModelRunner:
         loaded: LoadedBatch,
         output: ModelOutput,
         sampled: SampledTokens | VerifiedTokens,
-    ) -> None:
-        """Have the next drafts made on the device, behind the step that was just launched."""
+    ) -> int:
+        """Have the next drafts made on the device, behind the step that was just launched; how many a row."""
         num_drafts = speculation.num_drafts_after(batch)
         if num_drafts is not None:
             token_ids, num_new = _new_tokens(batch, sampled)
@@ -193,6 +199,7 @@ class ModelRunner:
             )
             speculation.propose(round_)
         speculation.took_step(batch, num_drafts)
+        return num_drafts or 0
 
     def _embeddings(self, output: ModelOutput, batch: ScheduledBatch) -> Sequence[tuple[float, ...] | None]:
         if not batch.needs_hidden_states:

@@ -47,6 +47,7 @@ class RequestTable:
         self._staging: _Staged | None = None
         self._draft_staging: _Staged | None = None
         self._draft_rows = self.draft_tokens.view(torch.uint8).unbind() if max_drafts else ()
+        self._host_drafts = self.draft_tokens.numpy() if device.type == "cpu" else None
 
     @property
     def max_num_seqs(self) -> int:
@@ -93,26 +94,28 @@ class RequestTable:
 
     def _write_drafts(self, batch: ScheduledBatch) -> None:
         width = self.draft_tokens.shape[1]
+        padded = [
+            token_ids if len(token_ids) == width else (*token_ids, *(-1,) * (width - len(token_ids)))
+            for token_ids in batch.draft_token_ids
+        ]
         if not self._is_remote:
-            drafts = self.draft_tokens.numpy()
-            for row, token_ids in zip(batch.rows, batch.draft_token_ids, strict=True):
-                drafts[row, : len(token_ids)] = token_ids
-                drafts[row, len(token_ids) :] = -1
+            assert self._host_drafts is not None
+            for row, token_ids in zip(batch.rows, padded, strict=True):
+                self._host_drafts[row] = token_ids
             return
         num_reqs, rows_end = batch.num_reqs, batch.num_reqs * _INDEX_BYTES
         if self._draft_staging is None:
             self._draft_staging = _Staged(self.max_num_seqs * (_INDEX_BYTES + width * _INT_BYTES), self._device)
         staged = self._draft_staging
-        host = staged.host_views[staged.begin()]
+        turn = staged.begin()
         if num_reqs == 1:  # straight to its row: a call less
-            (token_ids,) = batch.draft_token_ids
-            row = self._draft_rows[batch.rows[0]]
-            host[: row.shape[0]].view(np.int32)[:] = (*token_ids, *(-1,) * (width - len(token_ids)))
-            staged.send_to(row)
+            staged.host_ints[turn][:width] = padded[0]
+            staged.send_to(self._draft_rows[batch.rows[0]])
             return
+        host = staged.host_views[turn]
         host[:rows_end].view(np.int64)[:] = batch.rows
         drafts = host[rows_end : rows_end + num_reqs * width * _INT_BYTES].view(np.int32).reshape(num_reqs, width)
-        drafts[:] = [(*token_ids, *(-1,) * (width - len(token_ids))) for token_ids in batch.draft_token_ids]
+        drafts[:] = padded
         staged.send(rows_end + drafts.nbytes)
         rows, values = staged.indexed(num_reqs, width)
         self.draft_tokens.index_copy_(0, rows, values)
@@ -160,10 +163,15 @@ class RequestTable:
 
 
 class _Staged(StagingBlock):
-    """A block that begins with int64 indices and the int32 values that belong there."""
+    """A block that begins with int64 indices and the int32 values that belong there.
+
+    Attributes:
+        host_ints: `host_views` as int32.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(num_bytes, device)
+        self.host_ints: list[np.ndarray] = [view.view(np.int32) for view in self.host_views]
         self.num_bytes = num_bytes
         self._indexed: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 

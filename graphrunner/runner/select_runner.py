@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.scheduled_batch import ScheduledBatch
 from graphrunner.runner.base_runner import BaseRunner
 
+_OFF = GraphMiss(GraphMissReason.OFF)
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+
+class Selection(NamedTuple):
     """Who runs, and why it is not the graph runner meant for this kind of step (None when it is)."""
 
     runner: BaseRunner
@@ -25,7 +26,7 @@ def select_runner(runners: Sequence[BaseRunner], batch: ScheduledBatch, eager: B
     A runner that does not take this kind of step says MODE, and a phase without graphs says OFF; the reason reported
     is that of the runner meant for the step.
     """
-    miss, missed_by = GraphMiss(GraphMissReason.OFF), ""
+    miss, missed_by = _OFF, ""
     for runner in runners:
         reason = runner.graph_miss_reason(batch)
         if reason is None:

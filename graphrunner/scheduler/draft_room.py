@@ -32,13 +32,14 @@ class DraftRoom:
         plan = self._planner.plan(requests, num_useful)
         if plan is None or (plan.is_branching and decode.need is SamplingNeed.LOGITS):
             return None
-        num_drafts = tuple(
-            min(count, useful, self._running.reserve(request, 1 + min(count, useful)) - 1) if count else 0
-            for request, count, useful in zip(requests, plan.num_drafts, num_useful, strict=True)
-        )
+        num_drafts = []
+        for request, count, useful in zip(requests, plan.num_drafts, num_useful, strict=True):
+            wanted = min(count, useful)
+            num_drafts.append(self._running.reserve(request, 1 + wanted) - 1 if wanted > 0 else 0)
         if not any(num_drafts):
             return None
-        return plan if num_drafts == plan.num_drafts else replace(plan, num_drafts=num_drafts)
+        held = tuple(num_drafts)
+        return plan if held == plan.num_drafts else replace(plan, num_drafts=held)
 
     def reserve_lookahead(
         self, requests: Sequence[Request], drafts: DraftPlan | None, chunks: Sequence[PromptChunk]

@@ -36,7 +36,7 @@ class StepFiller:
             may_wait = self._num_waited_steps < self._most_waited_steps
             num_tokens = self._token_budget if may_wait else self._token_budget - num_rows
             chunks = self._planner.plan(num_tokens, step_id, oldest_launched_step)
-        if num_rows + sum(chunk.length for chunk in chunks) > self._token_budget:
+        if chunks and num_rows + sum(chunk.length for chunk in chunks) > self._token_budget:
             self._num_waited_steps += 1
             return _NOBODY, chunks
         self._num_waited_steps = 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.runner.capture_sizes import bucket_for
@@ -82,6 +83,13 @@ class SizeAccount:
     patience: int = _LEAST_PATIENCE
     probe_round: int = 0
 
+    def cost(self, width: int) -> StepCost:
+        """Of a step of that width."""
+        cost = self.costs.get(width)
+        if cost is None:
+            cost = self.costs[width] = StepCost()
+        return cost
+
     def is_probe_due(self, best: int) -> bool:
         """Take in which width is best now; whether another is to be tried."""
         if best != self.best:
@@ -135,6 +143,10 @@ class DraftController:
         self._sizes = tuple(sizes)
         self._is_adaptive = is_adaptive
         self._disable_at = disable_at
+        # By how many drafts there are at most: the widths that hold some of them.
+        self._fitting = [
+            tuple(width for width in self.widths if width <= self.width_for(count)) for count in range(self.widths[-1])
+        ]
         self._num_levels = num_levels or self.widths[-1] - 1
         self._accounts: dict[int, SizeAccount] = {}  # by batch size
         self._rows: dict[int, Acceptance] = {}
@@ -154,29 +166,32 @@ class DraftController:
         most = max(num_drafts, default=0)
         if most == 0 or (self._disable_at is not None and len(rows) >= self._disable_at):
             return 1
-        fitting = [width for width in self.widths if width <= self.width_for(most)]
+        fitting = self._fitting[min(most, len(self._fitting) - 1)]
         if not self._is_adaptive:
             return fitting[-1]
         if len(rows) > self._sizes[-1]:
             return 1
         account = self._account(len(rows))
         account.num_rounds += 1
-        costs = {width: self._cost(len(rows), width) for width in (1, *fitting)}
-        untried = next((width for width, cost in costs.items() if not cost.is_known), None)
-        if untried is not None:
-            return untried
-        standing = self._standing(rows, num_drafts)
-        # Expected tokens a millisecond.
-        best = max(costs, key=lambda width: (len(rows) + sum(standing[: width - 1])) / max(costs[width].ms, 1e-6))
+        expected = self._expected_tokens(rows, num_drafts)
+        best, most_a_ms = 1, 0.0
+        for width in (1, *fitting):
+            cost = account.cost(width)
+            if not cost.is_known:
+                return width
+            tokens_a_ms = expected[min(width, len(expected)) - 1] / max(cost.ms, 1e-6)
+            if tokens_a_ms > most_a_ms:
+                best, most_a_ms = width, tokens_a_ms
         if not account.is_probe_due(best):
             return best
         if best > 1:
-            probed = min(costs.keys() - {best}, key=lambda width: costs[width].last_round)
+            others = [width for width in (1, *fitting) if width != best]
+            probed = min(others, key=lambda width: account.cost(width).last_round)
         else:
             probed = fitting[-1]
             for row in rows:  # what was found of an earlier part of the text would outweigh what is found now
                 self.forget(row)
-        costs[probed].doubt()
+        account.cost(probed).doubt()
         return probed
 
     def width_for(self, num_drafts: int) -> int:
@@ -187,7 +202,8 @@ class DraftController:
 
     def add_step(self, num_reqs: int, width: int, duration_ms: float) -> None:
         """Take in the time of a decode or verify step."""
-        self._cost(num_reqs, width).add(duration_ms, self._account(num_reqs).num_rounds)
+        account = self._account(num_reqs)
+        account.cost(width).add(duration_ms, account.num_rounds)
 
     def add_round(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Take in what became of a row's drafts."""
@@ -210,12 +226,12 @@ class DraftController:
 
     def cost_ms(self, num_reqs: int, width: int) -> float | None:
         """The measured time of a step; None when it is not known."""
-        cost = self._cost(num_reqs, width)
+        cost = self._account(num_reqs).cost(width)
         return cost.ms if cost.is_known else None
 
-    def _standing(self, rows: Sequence[int], num_drafts: Sequence[int]) -> list[float]:
-        """Expected number of drafts that stand, by their place, over all rows."""
-        standing = [0.0] * max(num_drafts)
+    def _expected_tokens(self, rows: Sequence[int], num_drafts: Sequence[int]) -> list[float]:
+        """What a step yields over all rows, by how many drafts of a row are verified."""
+        standing = [0.0] * max(num_drafts)  # by place
         prior = self._all.chance(_FIRST_GUESS)
         for row, count in zip(rows, num_drafts, strict=True):
             if count:
@@ -224,7 +240,7 @@ class DraftController:
                 for place in range(min(count, self._num_levels)):
                     standing[place] += power
                     power *= chance
-        return standing
+        return [*accumulate(standing, initial=float(len(rows)))]
 
     def _account(self, num_reqs: int) -> SizeAccount:
         size = bucket_for(num_reqs, self._sizes) or num_reqs
@@ -232,13 +248,6 @@ class DraftController:
         if account is None:
             account = self._accounts[size] = SizeAccount()
         return account
-
-    def _cost(self, num_reqs: int, width: int) -> StepCost:
-        costs = self._account(num_reqs).costs
-        cost = costs.get(width)
-        if cost is None:
-            cost = costs[width] = StepCost()
-        return cost
 
 
 def widths_of(config: SpeculativeConfig) -> tuple[int, ...]:

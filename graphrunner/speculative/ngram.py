@@ -84,13 +84,15 @@ class NgramIndex:
         """Up to `num_tokens` tokens that followed the longest suffix seen before; empty when none was."""
         tokens, end = self.tokens, len(self.tokens)
         place = self._last.get(tuple(tokens[end - self._min :]), -1) if end >= self._min else -1
-        best, best_len = -1, 0
+        best, best_len = -1, self._min - 1
         for _ in range(_MAX_CANDIDATES):
             if place < 0 or best_len >= self._max:
                 break
-            length = self._repeat_len(place)
-            if length > best_len:
-                best, best_len = place, length
+            # Only a longer repeat than the best is of use: the token that would make it longer is looked at first.
+            if place > best_len and tokens[place - best_len - 1] == tokens[end - best_len - 1]:
+                length = self._repeat_len(place)
+                if length > best_len:
+                    best, best_len = place, length
             place = self._earlier[place]
         return self._read(best, num_tokens) if best >= 0 else []
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -143,8 +144,7 @@ class DraftRound:
     aux_hidden_states: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSequence:
+class DraftSequence(NamedTuple):
     """One row that decodes next, as a host proposer sees it.
 
     Attributes:

@@ -53,16 +53,16 @@ class Speculation:
         self.num_lookahead = max_drafts if proposer.kv_spec.layers else 0
         self._max_drafts = max_drafts
         self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for its next step
-        self._num_proposed = 0  # how many it was asked for in the last step
         self._unsettled: set[tuple[int, int]] = set()  # shapes whose next step may record a graph first
         self._num_rounds = 0
         self._is_alarmed = False
         # Asked several times a round, and slow to ask of abstract classes.
-        self.has_device_drafts = isinstance(proposer, DeviceProposer)
+        self._on_host = proposer if isinstance(proposer, HostProposer) else None
+        self.has_device_drafts = self._on_host is None
 
     def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
         """See `DraftPlanner.plan`."""
-        if self.has_device_drafts:
+        if self._on_host is None:
             ready = self._num_ready
             if not ready:
                 return None
@@ -72,21 +72,18 @@ class Speculation:
             ]
             # How many are worth it was decided when they were proposed.
             return self._planned(self.controller.width_for(max(counts, default=0)), counts, ())
-        assert isinstance(self.proposer, HostProposer)
-        wanted = [
-            max(0, min(self._most_for(request), useful))
-            for request, useful in zip(requests, num_useful, strict=True)
-        ]  # fmt: skip
-        rows = [request.row for request in requests]
-        asked = [index for index, count in enumerate(wanted) if count]
-        sequences = [
-            DraftSequence(rows[i], requests[i].prompt_token_ids, requests[i].output_token_ids, wanted[i]) for i in asked
-        ]
+        rows, asked, sequences = [], [], []
+        for place, (request, useful) in enumerate(zip(requests, num_useful, strict=True)):
+            rows.append(request.row)
+            wanted = min(self._most_for(request), useful)
+            if wanted > 0:
+                asked.append(place)
+                sequences.append(DraftSequence(request.row, request.prompt_token_ids, request.output_token_ids, wanted))
         drafts: list[Sequence[int]] = [()] * len(rows)
-        for index, token_ids in zip(asked, self.proposer.propose(sequences), strict=True):
-            drafts[index] = token_ids[: wanted[index]]
+        for place, token_ids in zip(asked, self._on_host.propose(sequences), strict=True):
+            drafts[place] = token_ids
         counts = [len(token_ids) for token_ids in drafts]
-        return self._planned(self.controller.choose_width(rows, counts), counts, tuple(drafts))
+        return self._planned(self.controller.choose_width(rows, counts), counts, drafts)
 
     def take_rows(self, batch: ScheduledBatch) -> None:
         """Let go of what belonged to earlier owners of the step's new rows."""
@@ -117,27 +114,33 @@ class Speculation:
         """Remember what the device proposer was asked for after a step, None for nothing."""
         if num_drafts is None and self._missed is not None:
             self._missed.miss(batch)
-        self._num_proposed = num_drafts or 0
-        ready = dict.fromkeys(_sampled_rows(batch), self._num_proposed) if num_drafts else {}
+        ready = dict.fromkeys(_sampled_rows(batch), num_drafts) if num_drafts else {}
         if batch.mode is ForwardMode.PREFILL and self._num_ready:  # decode rows sat the step out; theirs are still good
             ready |= {row: count for row, count in self._num_ready.items() if row not in batch.rows}
         self._num_ready = ready
 
     def resolved(
-        self, batch: ScheduledBatch, verified: Sequence[Verified], record: StepRecord, *, is_timed: bool = True
+        self,
+        batch: ScheduledBatch,
+        verified: Sequence[Verified],
+        record: StepRecord,
+        *,
+        num_proposed: int = 0,
+        is_timed: bool = True,
     ) -> None:
         """Take in a finished step.
 
         Args:
             batch: what was planned.
-            verified: of each row with drafts.
+            verified: of each row with drafts whose request goes on.
             record: of the step.
+            num_proposed: what a device proposer was asked for after it.
             is_timed: whether its duration is the step's own, and not that of somebody who came late.
         """
         for row, num_drafts, num_accepted in verified:
             self.controller.add_round(row, num_drafts, num_accepted)
         is_uniform = batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY)
-        if is_uniform and self._is_typical(batch, record) and is_timed:
+        if is_uniform and self._is_typical(batch, record, num_proposed) and is_timed:
             self.controller.add_step(batch.num_reqs, batch.max_query_len, record.duration_ms)
         if verified and not self._is_alarmed:
             self._num_rounds += 1
@@ -152,10 +155,10 @@ class Speculation:
         """Give the proposer's memory back. Idempotent."""
         self.proposer.close()
 
-    def _is_typical(self, batch: ScheduledBatch, record: StepRecord) -> bool:
+    def _is_typical(self, batch: ScheduledBatch, record: StepRecord, num_proposed: int) -> bool:
         """Whether the step's time says what others like it will take."""
         width = batch.max_query_len
-        if self.has_device_drafts and self._num_proposed != width - 1:
+        if self.has_device_drafts and num_proposed != width - 1:
             return False  # it verified some number of drafts and proposed another: the price of neither
         shape = (batch.num_reqs, width)
         if record.miss_reason is not None and record.miss_reason.reason is GraphMissReason.NOT_CAPTURED:
@@ -173,12 +176,14 @@ class Speculation:
             return 0
         return min(self._max_drafts, params.num_speculative_tokens or self._max_drafts)
 
-    def _planned(self, width: int, counts: Sequence[int], token_ids: tuple[Sequence[int], ...]) -> DraftPlan | None:
+    def _planned(self, width: int, counts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> DraftPlan | None:
         if width == 1:
             return None
         most = width - 1
-        num_drafts = tuple([count if count < most else most for count in counts])
-        return DraftPlan(width, num_drafts, tuple(ids[: width - 1] for ids in token_ids), self.proposer.is_branching)
+        if max(counts) > most:
+            counts = [min(count, most) for count in counts]
+            token_ids = [ids[:most] for ids in token_ids]
+        return DraftPlan(width, tuple(counts), tuple(token_ids), self.proposer.is_branching)
 
     def _sound_alarm(self, batch: ScheduledBatch, verified: Sequence[Verified]) -> None:
         """Warn once when drafts cost more time than they save."""

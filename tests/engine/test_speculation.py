@@ -309,6 +309,28 @@ def test_tokens_told_beside_the_next_step_are_all_told(make_llm, solo, decode_gr
     pool_check(llm)
 
 
+def test_a_round_is_accounted_for_once_the_next_one_is_launched(make_llm, monkeypatch) -> None:
+    llm = make_llm(speculative="ngram", num_speculative_tokens=3, overlap=True)
+    core = llm.engine.core
+    order: list[tuple[str, int]] = []
+    forward, resolved = core.model_runner.forward, core._speculation.resolved
+
+    def launched(batch):
+        order.append(("launched", batch.step_id))
+        return forward(batch)
+
+    def accounted(batch, *args, **options) -> None:
+        order.append(("accounted", batch.step_id))
+        resolved(batch, *args, **options)
+
+    monkeypatch.setattr(core.model_runner, "forward", launched)
+    monkeypatch.setattr(core._speculation, "resolved", accounted)
+    generate(llm, [[5, 6, 7, 8] * 5], greedy(20))
+    last = order[-1][1]
+    pairs = [(("launched", step), ("accounted", step - 1)) for step in range(1, last + 1)]
+    assert order == [("launched", 0), *(each for pair in pairs for each in pair), ("accounted", last)]
+
+
 def test_what_a_step_ended_is_told_though_the_next_one_breaks(make_llm, solo, monkeypatch) -> None:
     llm = make_llm(speculative="ngram", num_speculative_tokens=3, overlap=True)
     prompts = prompts_of([9, 17])

@@ -22,12 +22,12 @@ def obvious(tokens: list[int], low: int, high: int, count: int) -> list[int]:
     return []
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=400)
 @given(
-    tokens=st.lists(st.integers(0, 3), max_size=14),
-    cuts=st.lists(st.integers(0, 14), max_size=3),
+    tokens=st.one_of(st.lists(st.integers(0, size), max_size=16) for size in (1, 3)),
+    cuts=st.lists(st.integers(0, 16), max_size=3),
     low=st.integers(1, 3),
-    more=st.integers(0, 2),
+    more=st.integers(0, 4),
     count=st.integers(1, 6),
 )
 def test_finds_what_the_obvious_search_finds(tokens, cuts, low, more, count) -> None:

@@ -1,9 +1,9 @@
-"""Measuring how decode attention is cut on the card at hand: equal sequences, and unequal ones as real batches have.
+"""Measuring how decode attention is cut on the card at hand: equal sequences, unequal ones, and those of a real run.
 
-    python benchmarks/attention_tuning.py [--shapes 0.6B,1B,8B] [--batches 1,4,16,32,64,128,192,256]
+    python benchmarks/attention_tuning.py [--shapes 0.6B,1B,8B] [--batches 1,4,16,32,64,128,192,256] [--programs 1,2]
 
 Prints, for each size, what the configuration in use takes and what the best takes, and rows for
-kernels/triton/tuned_configs.py. The best is so for both kinds of sequences and all shapes that share the row.
+kernels/triton/tuned_configs.py. The best is so for all kinds of sequences and all shapes that share the row.
 `kernel_steps.py --tune` runs it, too.
 """
 
@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kernel_tuning import CONTEXT, DEVICE, DTYPE, MODELS, PAGE_SIZE, Shape
+from benchmarks.workload import FULL
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.attention_common import AttentionLayer, DecodeMetadata
 from graphrunner.kernels.triton.decode_attention import decode_attention, prepare_decode_attention
@@ -33,10 +35,10 @@ from graphrunner.kernels.triton.linear_tuning import compile_all, time_in_graph
 from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
 
 LONGEST = CONTEXT * 7 // 4
-TILES = ((32, 2, 2), (32, 2, 5), (64, 2, 2), (64, 2, 4), (64, 2, 5), (64, 4, 3), (128, 4, 3))
+TILES = ((32, 2, 2), (32, 2, 5), (64, 2, 2), (64, 2, 4), (64, 2, 5), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3))
 """Tokens, warps, stages."""
 MIN_SPLIT_TOKENS = (0, 256)
-PROGRAMS = (1, 2, 4, 8, 16)
+PROGRAMS = [1, 2, 4, 8, 16]
 """A multiprocessor, wanted."""
 MAX_TILE_BYTES = 200 << 10
 CACHE_BYTES = 512 << 20
@@ -70,7 +72,7 @@ def problem_of(shape: Shape, lens: list[int], place: torch.device, num_layers: i
         pair = torch.empty(size, dtype=DTYPE, device=place), torch.empty(size, dtype=DTYPE, device=place)
         caches.append((pair[0].normal_(), pair[1].normal_()) if is_real else pair)
     qkv = torch.ones(batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=DTYPE, device=place)
-    half = torch.ones(LONGEST + 1, shape.head_dim // 2, device=place)
+    half = torch.ones(2 * CONTEXT + 1, shape.head_dim // 2, device=place)
     norm = torch.ones(shape.head_dim, device=place) if shape.has_qk_norm else None
     layer = AttentionLayer(shape.head_dim**-0.5, half, half, norm, norm, shape.eps)
     table = torch.zeros(batch + 1, pages_per_row, dtype=torch.int32)
@@ -90,6 +92,19 @@ def unequal_lens(batch: int) -> list[int]:
     """Around CONTEXT on average, evenly spread, the longest first as decode rows are."""
     shortest = 2 * CONTEXT - LONGEST
     return [LONGEST - (LONGEST - shortest) * i // max(1, batch - 1) for i in range(batch)] if batch > 1 else [CONTEXT]
+
+
+def offline_lens(batch: int) -> list[int]:
+    """Of the requests of the offline workload, when `batch` of them are left, the longest first."""
+    prompt_lens, output_lens = FULL.offline()
+    step = sorted(output_lens, reverse=True)[batch - 1] - 1
+    lens = [prompt + step for prompt, output in zip(prompt_lens, output_lens, strict=True) if output > step]
+    return sorted(lens, reverse=True)[:batch]
+
+
+def kinds_of(batch: int) -> list[list[int]]:
+    """Lengths of the sequences of each kind of batch that is timed."""
+    return [[CONTEXT] * batch, unequal_lens(batch), offline_lens(batch)][: 3 if batch > 1 else 1]
 
 
 def candidates(shape: Shape, batch: int) -> dict[DecodeAttentionConfig, Row]:
@@ -152,26 +167,26 @@ def tune_batch(sharing: list[tuple[str, Shape]], batch: int) -> Row:
     for name, shape in sharing:
         used, timings = measure(shape, batch)
         least_us = min(sum(times) for times in timings.values())
-        rate = shape.kv_bytes(batch) / shape.layers / 1e6
-        print(f"attention {name} batch {batch}: in use {_line(used, rate)}", flush=True)
+        token_bytes = 4 * shape.kv_heads * shape.head_dim
+        sizes = [token_bytes * sum(lens) for lens in kinds_of(batch)]
+        print(f"attention {name} batch {batch}: in use {_line(used, sizes)}", flush=True)
         for row, times in timings.items():
             costs.setdefault(row, []).append(sum(times) / least_us)
-            lines[row] = lines.get(row, "") + f"  {name} {_line(times, rate)}"
+            lines[row] = lines.get(row, "") + f"  {name} {_line(times, sizes)}"
     ranked = sorted((row for row in costs if len(costs[row]) == len(sharing)), key=lambda row: sum(costs[row]))
     for row in ranked[:4]:
         print(f"   {row!s:22s}{lines[row]}", flush=True)
     return ranked[0]
 
 
-def _line(times: list[float], rate: float) -> str:
-    return " / ".join(f"{us:6.1f} us {rate / us:.2f} TB/s" for us in times)
+def _line(times: list[float], sizes: list[int]) -> str:
+    return " / ".join(f"{us:6.1f} us {size / us / 1e6:.2f} TB/s" for us, size in zip(times, sizes, strict=True))
 
 
 def measure(shape: Shape, batch: int) -> tuple[list[float], dict[Row, list[float]]]:
     """Microseconds a layer of the configuration in use and of each candidate, by kind of sequences."""
     num_layers = max(2, min(shape.layers, 24, CACHE_BYTES // (shape.kv_bytes(batch) // shape.layers)))
-    kinds = [[CONTEXT] * batch, unequal_lens(batch)][: 2 if batch > 1 else 1]
-    problems = [problem_of(shape, lens, DEVICE, num_layers) for lens in kinds]
+    problems = [problem_of(shape, lens, DEVICE, num_layers) for lens in kinds_of(batch)]
 
     def times_us(config: DecodeAttentionConfig) -> list[float]:
         return [time_in_graph(lambda problem=problem: problem.run(config), num_layers) for problem in problems]
@@ -192,7 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="0.6B,1B,8B")
     parser.add_argument("--batches", default="1,4,16,32,64,128,192,256")
+    parser.add_argument("--programs", default="1,2,4,8,16", help="a multiprocessor, wanted")
     args = parser.parse_args()
+    PROGRAMS[:] = map(int, args.programs.split(","))
     if not torch.cuda.is_available():
         parser.error("measures a CUDA device, and there is none")
     shapes = {name: Shape.of(MODELS[name]) for name in args.shapes.split(",")}

@@ -1,4 +1,4 @@
-"""Pictures of a saved run: step time against its floor, capture and start, where a step's and an offline run's time goes.
+"""Pictures of a saved run: step time against its floor, start and capture, where steps and offline runs spend time.
 
     python benchmarks/plot_h200.py [--from docs/benchmarks] [--into docs/images]
 

@@ -7,6 +7,7 @@ import torch
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
 
+REQUEST_BUCKETS = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256)
 _MAX_SPLITS = 64
 
 
@@ -47,9 +48,20 @@ def attention_key(
     num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, query_width: int = 1
 ) -> str:
     """Name of one entry of the table of measured configurations; requests are bucketed, and all widths but 1 alike."""
-    bucket = next((size for size in (1, 4, 16, 32, 64, 128, 192) if num_requests <= size), 256)
+    bucket = next(bucket for bucket in REQUEST_BUCKETS if num_requests <= bucket or bucket == REQUEST_BUCKETS[-1])
     kind = "verify" if query_width > 1 else "requests"
     return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/{kind}{bucket}"
+
+
+def _measured_row(
+    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, query_width: int
+) -> tuple[int, int, int, int, int] | None:
+    """What was measured at this number of requests, or at the next larger one that was."""
+    for bucket in (num_requests, *(bucket for bucket in REQUEST_BUCKETS if bucket > num_requests)):
+        row = TUNED_ATTENTION.get(attention_key(bucket, num_kv_heads, head_dim, device, dtype, query_width))
+        if row is not None:
+            return row
+    return None
 
 
 def select_decode_config(
@@ -60,8 +72,8 @@ def select_decode_config(
     A verify step that nobody measured runs the tiles of the decode step.
     """
     default = default_decode_config(num_requests, num_kv_heads, head_dim, device, dtype)
-    keys = (attention_key(num_requests, num_kv_heads, head_dim, device, dtype, width) for width in (query_width, 1))
-    row = next((TUNED_ATTENTION[key] for key in keys if key in TUNED_ATTENTION), None)
+    sizes = (num_requests, num_kv_heads, head_dim, device, dtype)
+    row = (_measured_row(*sizes, query_width) if query_width > 1 else None) or _measured_row(*sizes, 1)
     if row is None:
         return default
     programs_per_multiprocessor, block_n, num_warps, num_stages, min_split_tokens = row

@@ -34,3 +34,10 @@ def test_a_verify_step_that_nobody_measured_runs_the_tiles_of_decode(table):
 def test_sizes_that_nobody_measured_run_the_default(table):
     config = select_decode_config(2, *_SIZES, query_width=3)
     assert config == decode_attention_config.default_decode_config(2, *_SIZES)
+
+
+def test_what_was_measured_for_more_requests_stands_in(table):
+    table[attention_key(64, *_SIZES)] = (1, 32, 2, 5, 0)
+    table[attention_key(300, *_SIZES)] = (1, 64, 2, 2, 0)
+    stages = [select_decode_config(count, *_SIZES).num_stages for count in (1, 40, 64, 65, 256, 300)]
+    assert stages == [5, 5, 5, 2, 2, 2]

@@ -7,7 +7,7 @@ kernels/packed_weight.py.
 Widened weights are exact in bfloat16 and float16; scales multiply float32 sums, once a group. The zero of an INT4
 group is taken off the sum as well: sum((q - z) x) = sum(q x) - z sum(x).
 
-As in linear_kernels.py, weights are loaded before `gdc_wait` and activations after it.
+As in linear_kernels.py, weights (of norms, too) are loaded before `gdc_wait` and activations after it.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -109,10 +109,16 @@ def packed_vector_kernel(
             data_ptr, scale_ptr, zero_ptr, row + N, ROW_BYTES, TURNS, GROUPS, J, COLS, GROUP, NUM_GROUPS, ROW_BLOCK,
             LAYOUT,
         )  # fmt: skip
+    columns = (tl.arange(0, GROUPS) * SPAN)[:, None] + tl.arange(0, J)[None, :]
+    norms = ()
+    hi_norms = ()
+    for c in tl.static_range(TURNS if HAS_NORM else 0):
+        norms = norms + (tl.load(norm_weight_ptr + c * COLS + columns).to(tl.float32),)
+        if IS_INT4:
+            hi_norms = hi_norms + (tl.load(norm_weight_ptr + c * COLS + J + columns).to(tl.float32),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    columns = (tl.arange(0, GROUPS) * SPAN)[:, None] + tl.arange(0, J)[None, :]
     is_real = n < N
     for b in tl.static_range(ROWS):
         xs = ()
@@ -122,14 +128,14 @@ def packed_vector_kernel(
             x = tl.load(x_ptr + b * K + c * COLS + columns).to(tl.float32)
             if HAS_NORM:
                 squares += x * x
-                x = x * tl.load(norm_weight_ptr + c * COLS + columns).to(tl.float32)
+                x = x * norms[c]
             xs = xs + (x,)
             if IS_INT4:
                 # The other half of each group.
                 x = tl.load(x_ptr + b * K + c * COLS + J + columns).to(tl.float32)
                 if HAS_NORM:
                     squares += x * x
-                    x = x * tl.load(norm_weight_ptr + c * COLS + J + columns).to(tl.float32)
+                    x = x * hi_norms[c]
             his = his + (x,)
         factor = 1.0
         if HAS_NORM:

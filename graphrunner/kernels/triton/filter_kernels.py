@@ -7,6 +7,8 @@ row a bit: as many passes as the logits have bits (16 for bfloat16 and float16),
 import triton
 import triton.language as tl
 
+_LOGIT_LIMIT = tl.constexpr(1e30)  # what plus infinity counts as; NaN counts as minus infinity
+
 
 @triton.jit
 def _to_key(x, KEY_BITS: tl.constexpr):
@@ -18,7 +20,8 @@ def _to_key(x, KEY_BITS: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
     bits = bits.to(tl.int64) & ((1 << KEY_BITS) - 1)
     key = tl.where((bits & SIGN) != 0, ((1 << KEY_BITS) - 1) - bits, bits | SIGN)
-    return tl.where(x == x, key, 0)
+    wide = x.to(tl.float32)
+    return tl.where(wide == wide, key, 0)
 
 
 @triton.jit
@@ -42,9 +45,10 @@ def _count_and_mass(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         x = tl.load(row_ptr + start + i, mask=start + i < V, other=-float("inf"))
-        is_in = (_to_key(x, KEY_BITS) >= low_key) & (start + i < V)
+        wide = x.to(tl.float32)
+        is_in = (_to_key(x, KEY_BITS) >= low_key) & (start + i < V) & (wide == wide)
         if IS_MASS:
-            amount = tl.exp((x.to(tl.float32) - highest) * inverse_temperature)
+            amount = tl.exp((tl.minimum(wide, _LOGIT_LIMIT) - highest) * inverse_temperature)
         else:
             amount = tl.full([BLOCK], 1.0, tl.float32)
         total += tl.where(is_in, amount, 0.0)
@@ -72,7 +76,7 @@ def _highest(row_ptr, V, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         x = tl.load(row_ptr + start + i, mask=start + i < V, other=-float("inf")).to(tl.float32)
         best = tl.maximum(best, x)
-    return tl.max(best, 0)
+    return tl.minimum(tl.max(best, 0), _LOGIT_LIMIT)
 
 
 @triton.jit

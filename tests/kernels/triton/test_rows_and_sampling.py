@@ -5,6 +5,7 @@ import torch
 
 from graphrunner.kernels import noise, reference, reference_gpu
 from graphrunner.kernels.triton import activation, norms, param_rows, request_rows, sample
+from graphrunner.sampling import pick
 
 
 def test_norms_and_activations_match_twins(device):
@@ -119,6 +120,26 @@ def test_sampling_matches_twin_alone_and_in_a_batch(dtype, device):
         alone = sample.SamplingRows(*(field[row : row + 1] for field in fields))
         token = sample.sample_tokens(logits[row : row + 1].contiguous(), alone, positions[row : row + 1])
         assert token.tolist() == tokens[row : row + 1].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice")
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_take_odd_logits_as_the_cpu_does(device, dtype, odd):
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(6, 300, generator=generator) * 2).to(dtype)
+    logits[:, 0] = logits[:5, 170] = odd
+    logits[5, 1:] = odd
+    temperature = torch.tensor([1.0, 0.7, 1.3, 0.9, 1.0, 1.0])
+    top_k = torch.tensor([0, 40, 0, 20, 3, 0], dtype=torch.int32)
+    top_p, min_p = torch.tensor([0.8, 0.6, 1.0, 1.0, 0.9, 0.5]), torch.tensor([0.0, 0.0, 0.1, 0.05, 0.2, 0.0])
+    seeds = torch.zeros(6, dtype=torch.int64)
+    finite = pick.finite_logits(logits)
+    params = pick.RowParams(temperature, top_k, top_p, min_p, seeds, seeds)
+    wanted = finite >= pick.filter_thresholds(finite, 1.0 / temperature[:, None], params)
+    columns = (each.to(device) for each in (temperature, top_k, top_p, min_p, seeds))
+    thresholds = sample.filter_thresholds(logits.to(device), sample.SamplingRows(*columns)).cpu()
+    assert torch.equal(finite >= thresholds[:, None], wanted)
 
 
 def test_filters_keep_what_the_twin_keeps(device):

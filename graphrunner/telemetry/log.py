@@ -28,9 +28,18 @@ class _NamesRequest(logging.Filter):
 
 
 class _ToStderr(logging.Handler):
-    """Writes to whatever stderr is when a line comes: a program may have changed or closed the one of the start."""
+    """Writes to whatever stderr is when a line comes: a program may have changed or closed the one of the start.
+
+    Attributes:
+        held: records kept for later, errors excepted; None writes each at once.
+    """
+
+    held: list[logging.LogRecord] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self.held is not None and record.levelno < logging.ERROR:
+            self.held.append(record)
+            return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
@@ -63,7 +72,7 @@ def setup_logging(level: str = "warning", log_format: LogFormat = LogFormat.TEXT
     May be called again to change level and format.
     """
     root = logging.getLogger(_ROOT)
-    handler = next((handler for handler in root.handlers if handler.name == _ROOT), None)
+    handler = _own_handler()
     if handler is None:
         handler = _ToStderr()
         handler.name = _ROOT
@@ -72,6 +81,26 @@ def setup_logging(level: str = "warning", log_format: LogFormat = LogFormat.TEXT
         root.propagate = False
     handler.setFormatter(_JsonLines() if log_format is LogFormat.JSON else logging.Formatter(_TEXT_FORMAT))
     root.setLevel(logging.getLevelNamesMapping().get(level.upper(), logging.WARNING))
+
+
+@contextmanager
+def lines_held() -> Iterator[None]:
+    """Keep the package's log, errors excepted, back until the end: around text written to a terminal piece by piece."""
+    handler = _own_handler()
+    if handler is None:
+        yield
+        return
+    handler.held = []
+    try:
+        yield
+    finally:
+        held, handler.held = handler.held, None
+        for record in held or ():
+            handler.handle(record)
+
+
+def _own_handler() -> _ToStderr | None:
+    return next((handler for handler in logging.getLogger(_ROOT).handlers if isinstance(handler, _ToStderr)), None)
 
 
 def adopt_logger(name: str) -> None:

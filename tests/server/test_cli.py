@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from graphrunner.entrypoints.cli.bench.measured import random_prompt
 from graphrunner.entrypoints.cli.main import app
 from graphrunner.execution.backend import CaptureStats
 from graphrunner.runner.graph_account import GraphReport, KeyAccount
+from graphrunner.telemetry.log import setup_logging
 
 KEY = ShapeKey(4, 4, ForwardVariant.GREEDY)
 
@@ -98,6 +100,22 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         return CliRunner().invoke(app, list(args), input=text)
 
     return invoke
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "Say"], ["chat"]])
+def test_a_warning_follows_the_line_that_streams(run: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    stream = FakeLLM.stream
+
+    def warned(*args: Any) -> Any:
+        for output in stream(*args):
+            yield output
+            logging.getLogger("graphrunner").warning("costs more")
+
+    monkeypatch.setattr(FakeLLM, "stream", warned)
+    monkeypatch.setattr(logging.getLogger("graphrunner"), "handlers", [])
+    setup_logging()
+    result = run(*command, text="hello\n")
+    assert "one two three\nWARNING graphrunner: costs more\n" in result.output
 
 
 def test_generate_says_what_became_of_drafts(run: Any) -> None:

@@ -17,6 +17,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
     TopP,
 )
 from graphrunner.entrypoints.cli.start import llm_class
+from graphrunner.telemetry.log import lines_held
 
 if TYPE_CHECKING:
     from graphrunner.entrypoints.llm import LLM
@@ -59,18 +60,19 @@ def chat(
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Stream one answer; Ctrl-C keeps what was said so far."""
     parts: list[str] = []
-    stream = llm.stream(llm.chat_prompt(messages), params)
-    try:
-        for output in stream:
-            parts.append(output.outputs[0].text)
-            typer.echo(parts[-1], nl=False)
-    except KeyboardInterrupt:
-        typer.echo(" [stopped]", nl=False)
-    finally:
-        close = getattr(stream, "close", None)
-        if close is not None:
-            close()  # aborts what still runs
-    typer.echo()
+    with lines_held():
+        stream = llm.stream(llm.chat_prompt(messages), params)
+        try:
+            for output in stream:
+                parts.append(output.outputs[0].text)
+                typer.echo(parts[-1], nl=False)
+        except KeyboardInterrupt:
+            typer.echo(" [stopped]", nl=False)
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()  # aborts what still runs
+        typer.echo()
     return "".join(parts)
 
 

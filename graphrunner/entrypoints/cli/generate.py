@@ -21,6 +21,7 @@ from graphrunner.entrypoints.cli.sampling_options import (
     TopP,
 )
 from graphrunner.entrypoints.cli.start import llm_class
+from graphrunner.telemetry.log import lines_held
 
 if TYPE_CHECKING:
     from graphrunner.core.outputs import SpeculationStats, StepRecord
@@ -63,11 +64,12 @@ def generate(
             typer.echo(text, nl=False)
         num_tokens, ended_by, speculation = 0, "", None
         start_s = time.perf_counter()
-        for output in llm.stream(given, params):
-            num_tokens += len(output.outputs[0].token_ids)
-            ended_by, speculation = output.outputs[0].finish_reason or "", output.outputs[0].speculation
-            typer.echo(output.outputs[0].text, nl=False)
-        typer.echo()
+        with lines_held():
+            for output in llm.stream(given, params):
+                num_tokens += len(output.outputs[0].token_ids)
+                ended_by, speculation = output.outputs[0].finish_reason or "", output.outputs[0].speculation
+                typer.echo(output.outputs[0].text, nl=False)
+            typer.echo()
         if stats:
             typer.echo(_summary(num_tokens, ended_by, time.perf_counter() - start_s, llm.steps), err=True)
             if speculation is not None:

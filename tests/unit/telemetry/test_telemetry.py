@@ -8,7 +8,7 @@ from graphrunner.core.engine_stats import EngineStats
 from graphrunner.core.graph_miss import GraphMiss, GraphMissReason
 from graphrunner.core.outputs import StepRecord
 from graphrunner.core.shape_key import ForwardMode, ForwardVariant, ShapeKey
-from graphrunner.telemetry.log import get_logger, request_logging, setup_logging
+from graphrunner.telemetry.log import get_logger, lines_held, request_logging, setup_logging
 from graphrunner.telemetry.metrics import EngineMetrics
 from graphrunner.telemetry.step_trace import StepTrace
 
@@ -79,3 +79,16 @@ def test_setup_twice_says_things_once_and_bad_levels_are_warnings(logged):
     setup_logging("nonsense")
     root = logging.getLogger("graphrunner")
     assert root.level == logging.WARNING and [handler.name for handler in root.handlers].count("graphrunner") == 1
+
+
+def test_lines_wait_for_streamed_text_to_end_but_errors_do_not(logged):
+    log = get_logger("graphrunner.test_telemetry")
+    with pytest.raises(KeyboardInterrupt), lines_held():
+        log.warning("costs more")
+        assert logged() == ""
+        log.error("broke")
+        assert logged() == "ERROR graphrunner.test_telemetry: broke\n"
+        raise KeyboardInterrupt
+    assert logged() == "WARNING graphrunner.test_telemetry: costs more\n"
+    log.warning("again")
+    assert logged() == "WARNING graphrunner.test_telemetry: again\n"

@@ -42,3 +42,8 @@ class DraftPlanner(Protocol):
             num_useful: per row, drafts past which its limits leave no room.
         """
         ...
+
+    def filled_len(self, request: Request) -> int:
+        """Of a running request, how many tokens from the first on a proposer's own KV holds without a hole; all that
+        have KV, where it has none of its own."""
+        ...

@@ -14,6 +14,7 @@ Note [pages may be freed under a launched step]
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
+from graphrunner.core.draft_plan import DraftPlanner
 from graphrunner.core.request import FinishReason, Request, RequestStatus
 from graphrunner.kvcache.page_allocator import PageAllocator
 from graphrunner.kvcache.prefix_cache import PrefixCache
@@ -27,9 +28,18 @@ class RunningSet:
         max_num_seqs: rows 1 .. max_num_seqs are handed out; row 0 is the dummy.
         allocator, prefix_cache: the pool; nobody else may give pages of running requests back.
         page_size: tokens a page.
+        draft_planner: knows which pages lack something for later requests' drafts; None where nothing drafts.
     """
 
-    def __init__(self, max_num_seqs: int, allocator: PageAllocator, prefix_cache: PrefixCache, page_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        allocator: PageAllocator,
+        prefix_cache: PrefixCache,
+        page_size: int,
+        draft_planner: DraftPlanner | None = None,
+    ) -> None:
+        self._draft_planner = draft_planner
         self._allocator = allocator
         self._prefix_cache = prefix_cache
         self._page_size = page_size
@@ -135,7 +145,10 @@ class RunningSet:
     def stop(self, request: Request) -> None:
         """Take row and pages away; full pages whose KV is known to be computed go to the prefix cache."""
         # Only resolved steps count: a launched one may still fail, and its sampled token is not known here.
-        known = [*request.prompt_token_ids, *request.output_token_ids][: request.resolved_len]
+        num_known = request.resolved_len
+        if self._draft_planner is not None:
+            num_known = self._draft_planner.filled_len(request)
+        known = [*request.prompt_token_ids, *request.output_token_ids][:num_known]
         self._prefix_cache.insert_and_release(known, request.pages)
         request.pages = []
         heappush(self._free_rows, request.row)

@@ -116,7 +116,7 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
         self._queue = WaitingQueue()
-        self._running = RunningSet(config.max_num_seqs, allocator, prefix_cache, page_size)
+        self._running = RunningSet(config.max_num_seqs, allocator, prefix_cache, page_size, draft_planner)
         self._launched: deque[_Launched] = deque()
         # A decode row takes one token of a step. With no more requests than tokens, all of them have room in each step
         # and one token at least is left for whoever still computes its prompt.

@@ -3,8 +3,8 @@
 When it pays again, the draft attends to them like to all others. What it would find there is of whoever had the page
 before, or of nobody: numbers of any size, NaN among them. So these places become zeros first, which say nothing.
 
-Not closed are holes of a request that ends, or is preempted, while its draft is off: who then finds its pages in the
-prefix cache has them as they are, which costs drafts that do not stand and no token.
+Zeros serve the request itself, whose pages have nothing better. Later ones draft better with what they compute anew, so
+pages from the first hole on are not for the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ class MissedTokens:
 
     def __init__(self, context: RunnerContext) -> None:
         self._context = context
-        self._first: dict[int, int] = {}  # by row, the position of the first token that was missed
+        self._first: dict[int, int] = {}  # by row, the position of the first token that was missed and is not closed
+        self._filled: dict[int, int] = {}  # by row with holes, closed or not: the position of the first
 
     def forget(self, rows: Iterable[int]) -> None:
         """Someone new has the rows."""
         for row in rows:
             self._first.pop(row, None)
+            self._filled.pop(row, None)
 
     def miss(self, batch: ScheduledBatch) -> None:
         """The draft is not told about this step."""
         for row, cached_len in zip(batch.rows, batch.cached_lens, strict=True):
             self._first.setdefault(row, cached_len)
+            self._filled.setdefault(row, cached_len)
+
+    def filled_len(self, row: int) -> int | None:
+        """How many of a row's tokens come before its first hole; None where it has none."""
+        return self._filled.get(row)
 
     def close(self, batch: ScheduledBatch) -> None:
         """The draft is told about this step: zero what its rows lack before it. Sync: none."""

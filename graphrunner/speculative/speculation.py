@@ -85,6 +85,11 @@ class Speculation:
         counts = [len(token_ids) for token_ids in drafts]
         return self._planned(self.controller.choose_width(rows, counts), counts, drafts)
 
+    def filled_len(self, request: Request) -> int:
+        """See `DraftPlanner.filled_len`."""
+        filled_len = None if self._missed is None else self._missed.filled_len(request.row)
+        return request.resolved_len if filled_len is None else min(filled_len, request.resolved_len)
+
     def take_rows(self, batch: ScheduledBatch) -> None:
         """Let go of what belonged to earlier owners of the step's new rows."""
         if batch.row_inits:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from graphrunner import LLM, SamplingParams
 from graphrunner.core.errors import ConfigError
+from graphrunner.core.outputs import RequestOutput
 
 Make = Callable[[Path], Path]
 DRAFTS: dict[str, tuple[str, int, Make]] = {
@@ -328,10 +329,46 @@ def test_what_a_draft_missed_is_nothing_when_it_is_asked_again(engines, draft: s
     for _ in range(16):
         llm.engine.step()
     assert [step.mode.value for step in llm.steps].count("decode") >= 8
-    table = llm.engine.core.model_runner.request_table
-    page_size = layers[0].k.shape[1]
     for row in (1, 2):
-        places = torch.arange(int(table.num_computed[row]) - 1)
-        pages = table.page_table[row, places // page_size].long()
-        for layer in layers:
-            assert layer.k[pages, places % page_size].isfinite().all()
+        assert is_filled(llm, row)
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "mtp-deepseek"])
+def test_later_requests_do_not_find_what_a_draft_missed(engines, plain, draft: str, monkeypatch) -> None:
+    """Of an answer that was given while the draft was off, only the prompt's pages are shared."""
+    llm = engines("rich", draft, {"adaptive": True}, page_size=4)
+    speculation = llm.engine.core.model_runner._speculation
+    for layer in speculation.proposer._context.runner_context.kv_layers:
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    largest = speculation.controller.widths[-1]
+    width = 1
+    monkeypatch.setattr(speculation.controller, "choose_width", lambda rows, num_drafts: width)
+    (prompt,) = prompts_of([9])
+    (answer,) = generate(llm, [prompt], greedy(17))
+    width = largest
+    longer = prompt + answer
+    llm.engine.add_request("later", {"prompt_token_ids": longer}, greedy(20))
+    for _ in range(3):
+        llm.engine.step()
+    assert is_filled(llm, 1)
+    (done,) = iter_done(llm)
+    assert tokens(done) == plain("rich", [longer], 20)[0] and done.num_cached_tokens == 8
+    (again,) = llm.generate([{"prompt_token_ids": longer + tokens(done)[:9]}], greedy(4), use_tqdm=False)
+    assert again.num_cached_tokens >= 32, "what a draft took in is shared"
+    pool_check(llm)
+
+
+def is_filled(llm: LLM, row: int) -> bool:
+    """Whether the draft's own KV of a row holds numbers, up to the newest token but one."""
+    table = llm.engine.core.model_runner.request_table
+    layers = llm.engine.core.model_runner._speculation.proposer._context.runner_context.kv_layers
+    page_size = layers[0].k.shape[1]
+    places = torch.arange(int(table.num_computed[row]) - 1)
+    pages = table.page_table[row, places // page_size].long()
+    return all(bool(layer.k[pages, places % page_size].isfinite().all()) for layer in layers)
+
+
+def iter_done(llm: LLM) -> Iterator[RequestOutput]:
+    while llm.engine.has_unfinished_requests():
+        yield from (output for output in llm.engine.step() if output.finished)

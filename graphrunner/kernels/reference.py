@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphrunner.kernels.batch_invariance import is_batch_invariant
+
 _FP8_MAX = 448.0  # the largest float8_e4m3fn
 _TOKENS_PER_CHUNK = 64  # bounds the gathered keys of the attention twin to 64 * S * Hk * D elements
 
@@ -210,8 +212,10 @@ def paged_attention(
     seen = None if tree_mask is None else tree_visible(tree_mask, seq_lens, rows.shape[1] * k_cache.shape[1])
 
     outputs = []
-    for start in range(0, num_tokens, _TOKENS_PER_CHUNK):
-        chunk = slice(start, start + _TOKENS_PER_CHUNK)
+    # A library's product of several rows may add up otherwise than of one.
+    chunk_len = 1 if is_batch_invariant() else _TOKENS_PER_CHUNK
+    for start in range(0, num_tokens, chunk_len):
+        chunk = slice(start, start + chunk_len)
         attended = _attend(
             q[chunk], k_cache, v_cache, last_position[chunk], rows[chunk], scale * k_scale, sliding_window, soft_cap,
             None if seen is None else seen[chunk],

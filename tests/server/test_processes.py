@@ -263,26 +263,24 @@ def test_a_core_killed_while_it_loads(start: Callable[..., Front]) -> None:
     front.check_nothing_left(core)
 
 
-def test_ctrl_c_in_the_first_moments_of_the_command() -> None:
-    """While it imports, there is nothing to say and nothing to clean up."""
-    for delay_s in (0.03, 0.06, 0.1, 0.15, 0.25):
-        command = [sys.executable, "-m", "graphrunner.entrypoints.cli.start", "env"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        time.sleep(delay_s)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=LIMIT_S)
-        # Before our first line it is Python itself that is interrupted, while it reads its own modules.
-        assert "graphrunner/" not in errors, errors
-
-
-@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"]], ids=lambda command: command[0])
-def test_ctrl_c_ends_a_command_while_torch_loads(command: list[str]) -> None:
-    """Parts of torch swallow a KeyboardInterrupt: the command would go on to its end."""
-    watch = """
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("graphrunner.entrypoints.cli.main", ["env"]),
+        ("typer", ["env"]),
+        ("torch", ["generate", "--prompt", "x"]),
+        ("torch", ["chat"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_ctrl_c_ends_a_command_while_modules_load(module: str, command: list[str]) -> None:
+    """There is nothing to say and nothing to clean up; and parts of torch swallow a KeyboardInterrupt: the command would
+    go on to its end."""
+    watch = f"""
 import os, signal, sys
 class Watch:
     def find_spec(self, name, *places):
-        if name == "torch":
+        if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
             os._exit(7)
 sys.meta_path.insert(0, Watch())

@@ -36,7 +36,13 @@ def _widened(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
 
 
 def _create_wide_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    return _create_dot(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
+    """Float32 products are summed in float64: numpy's own sums depend on the number of rows on some processors, where a
+    card's do not."""
+    a, b = _widened(a), _widened(b)
+    if a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+        return interpreter.TensorHandle(product.astype(np.float32) + d.data, d.dtype.scalar)
+    return _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
 interpreter.InterpreterBuilder.create_dot = _create_wide_dot

@@ -40,7 +40,7 @@ void score_tile(const float* q, const float* const* keys, int64_t padded_dim, fl
     for (int t = 0; t < ROWS; ++t) {
       const Vec qv = load(q + t * padded_dim + d);
 #pragma GCC unroll 16
-      for (int n = 0; n < COLS; ++n) acc[t * COLS + n] += qv * k[n];
+      for (int n = 0; n < COLS; ++n) acc[t * COLS + n] = multiply_add(qv, k[n], acc[t * COLS + n]);
     }
   }
   float tile[16];
@@ -84,9 +84,9 @@ void value_tile(const float* weights, const float* const* values, int64_t first,
     for (int i = 0; i < VECS; ++i) v[i] = load(values[j] + first + i * kLanes);
 #pragma GCC unroll 4
     for (int t = 0; t < ROWS; ++t) {
-      const float weight = weights[t * kKeyBlock + j];
+      const Vec weight = splat(weights[t * kKeyBlock + j]);
 #pragma GCC unroll 4
-      for (int i = 0; i < VECS; ++i) acc[t][i] += weight * v[i];
+      for (int i = 0; i < VECS; ++i) acc[t][i] = multiply_add(weight, v[i], acc[t][i]);
     }
   }
   for (int t = 0; t < ROWS; ++t) {

@@ -54,13 +54,13 @@ inline void dot_tile(const float* x, const W* w, const float* group_scale, int64
       for (int t = 0; t < TR; ++t) {
         const Vec xv = load(x + t * width + k);
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) acc[t * NR + n] += xv * wv[n];
+        for (int n = 0; n < NR; ++n) acc[t * NR + n] = multiply_add(xv, wv[n], acc[t * NR + n]);
       }
     }
     for (; k < end; ++k) {
       for (int n = 0; n < NR; ++n) {
         const float wk = widen(w[n * width + k]) * (kGrouped ? group_scale[n * num_groups + group] : 1.0f);
-        for (int t = 0; t < TR; ++t) acc[t * NR + n][0] += x[t * width + k] * wk;
+        for (int t = 0; t < TR; ++t) acc[t * NR + n][0] = multiply_add(x[t * width + k], wk, acc[t * NR + n][0]);
       }
     }
   }
@@ -125,7 +125,7 @@ void normalize_row(const float* x, const float* norm_weight, float eps, int64_t 
   for (; k + 4 * kLanes <= width; k += 4 * kLanes) {
     for (int i = 0; i < 4; ++i) {
       const Vec v = load(x + k + i * kLanes);
-      squares[i] += v * v;
+      squares[i] = multiply_add(v, v, squares[i]);
     }
   }
   float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));

@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace graphrunner {
@@ -24,6 +26,27 @@ typedef int32_t VecInt __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t VecUint __attribute__((vector_size(kLanes * 4)));
 typedef int8_t VecInt8 __attribute__((vector_size(kLanes)));
 typedef uint16_t VecUint16 __attribute__((vector_size(kLanes * 2)));
+
+// a * b + c, rounded once where the processor can. Left to the compiler, one instance of a template is fused and another
+// is not, and a row's bits depend on how many rows there are.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 inline Vec splat(float value) { return Vec{} + value; }
 

@@ -274,8 +274,7 @@ def test_a_core_killed_while_it_loads(start: Callable[..., Front]) -> None:
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_ctrl_c_ends_a_command_while_modules_load(module: str, command: list[str]) -> None:
-    """There is nothing to say and nothing to clean up; and parts of torch swallow a KeyboardInterrupt: the command would
-    go on to its end."""
+    """Nothing is to be said or cleaned up; and parts of torch swallow a KeyboardInterrupt: the command would go on."""
     watch = f"""
 import os, signal, sys
 class Watch:

@@ -80,8 +80,8 @@ class Speculation:
                 asked.append(place)
                 sequences.append(DraftSequence(request.row, request.prompt_token_ids, request.output_token_ids, wanted))
         drafts: list[Sequence[int]] = [()] * len(rows)
-        for place, token_ids in zip(asked, self._on_host.propose(sequences), strict=True):
-            drafts[place] = token_ids
+        for place, sequence, token_ids in zip(asked, sequences, self._on_host.propose(sequences), strict=True):
+            drafts[place] = token_ids[: sequence.num_drafts]
         counts = [len(token_ids) for token_ids in drafts]
         return self._planned(self.controller.choose_width(rows, counts), counts, drafts)
 

@@ -146,7 +146,7 @@ class StepTuner:
 
     def __init__(self, shape: Shape, step: Step, model: Model) -> None:
         self.shape, self.step, self.model = shape, step, model
-        for linear in shape.linears[:4]:  # or what is tried for more rows would stand for this row, too
+        for linear in shape.linears:  # or what is tried for more rows would stand for this row, too
             linear_config.set_config(step.linear_key(linear), step.linear_config(linear))
         self.best_us = step_us(model, step)
         self.rows: dict[str, tuple] = {}
@@ -211,7 +211,7 @@ def short(config: LinearConfig) -> str:
 def jobs(shape: Shape, steps: list[Step], has_attention: bool) -> Iterator[tuple[Callable, tuple]]:
     """Everything that one pass tries, to be compiled at once."""
     for step in steps:
-        for linear in shape.linears[:4]:
+        for linear in shape.linears:
             for other in neighbours(linear, step):
                 yield (
                     compile_linear,
@@ -240,7 +240,7 @@ def tune_shape(name: str, shape: Shape, steps: list[Step], num_passes: int, pool
             print(f"{name} {step.num_requests}x{step.width}, pass {number + 1}: {tuner.best_us:.1f} us", flush=True)
             if number == 0:
                 tuner.tune_attention()
-            for linear in shape.linears[:4]:
+            for linear in shape.linears:
                 if step.linear_config(linear).kind in FIELDS:
                     tuner.tune_linear(linear)
             print(f"   then {tuner.best_us:.1f} us", flush=True)

@@ -10,6 +10,7 @@ kernels/triton/tuned_configs.py. The best is so for all kinds of sequences and a
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -38,7 +39,7 @@ LONGEST = CONTEXT * 7 // 4
 TILES = ((32, 2, 2), (32, 2, 5), (64, 2, 2), (64, 2, 4), (64, 2, 5), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3))
 """Tokens, warps, stages."""
 MIN_SPLIT_TOKENS = (0, 256)
-PROGRAMS = [1, 2, 4, 8, 16]
+PROGRAMS = (1, 2, 4, 8, 16)
 """A multiprocessor, wanted."""
 MAX_TILE_BYTES = 200 << 10
 CACHE_BYTES = 512 << 20
@@ -107,11 +108,11 @@ def kinds_of(batch: int) -> list[list[int]]:
     return [[CONTEXT] * batch, unequal_lens(batch), offline_lens(batch)][: 3 if batch > 1 else 1]
 
 
-def candidates(shape: Shape, batch: int) -> dict[DecodeAttentionConfig, Row]:
+def candidates(shape: Shape, batch: int, wanted: Sequence[int]) -> dict[DecodeAttentionConfig, Row]:
     """Configurations that differ, each with the row that yields it."""
     found: dict[DecodeAttentionConfig, Row] = {}
     num_multiprocessors = runtime.num_multiprocessors(DEVICE)
-    for programs, least, (block_n, warps, stages) in product(PROGRAMS, MIN_SPLIT_TOKENS, TILES):
+    for programs, least, (block_n, warps, stages) in product(wanted, MIN_SPLIT_TOKENS, TILES):
         if block_n * shape.head_dim * 4 * (stages - 1) > MAX_TILE_BYTES:
             continue
         splits = num_splits_for(programs * num_multiprocessors, batch * shape.kv_heads)
@@ -142,11 +143,11 @@ def compile_cut(job: tuple[Shape, int, DecodeAttentionConfig, int]) -> str:
     return ""
 
 
-def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, Row]:
-    """Measure, print, and put into use; returns rows of TUNED_ATTENTION."""
+def tune_attention(shapes: dict[str, Shape], batches: list[int], wanted: Sequence[int] = PROGRAMS) -> dict[str, Row]:
+    """Measure with each `wanted` number of programs, print, and put into use; returns rows of TUNED_ATTENTION."""
     jobs = [
         (shape, batch, replace(config, min_split_tokens=0), 1)
-        for shape in shapes.values() for batch in batches for config in candidates(shape, batch)
+        for shape in shapes.values() for batch in batches for config in candidates(shape, batch, wanted)
     ]  # fmt: skip
     compile_all(compile_cut, dict.fromkeys(jobs), max(1, (os.cpu_count() or 2) - 1))
     table: dict[str, Row] = {}
@@ -156,16 +157,16 @@ def tune_attention(shapes: dict[str, Shape], batches: list[int]) -> dict[str, Ro
             key = attention_key(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
             alike.setdefault(key, []).append((name, shape))
         for key, sharing in alike.items():
-            table[key] = TUNED_ATTENTION[key] = tune_batch(sharing, batch)
+            table[key] = TUNED_ATTENTION[key] = tune_batch(sharing, batch, wanted)
     return table
 
 
-def tune_batch(sharing: list[tuple[str, Shape]], batch: int) -> Row:
+def tune_batch(sharing: list[tuple[str, Shape]], batch: int, wanted: Sequence[int]) -> Row:
     """One size of shapes that share a row: prints the times of what is in use and of the best, returns that row."""
     costs: dict[Row, list[float]] = {}
     lines: dict[Row, str] = {}
     for name, shape in sharing:
-        used, timings = measure(shape, batch)
+        used, timings = measure(shape, batch, wanted)
         least_us = min(sum(times) for times in timings.values())
         token_bytes = 4 * shape.kv_heads * shape.head_dim
         sizes = [token_bytes * sum(lens) for lens in kinds_of(batch)]
@@ -183,7 +184,7 @@ def _line(times: list[float], sizes: list[int]) -> str:
     return " / ".join(f"{us:6.1f} us {size / us / 1e6:.2f} TB/s" for us, size in zip(times, sizes, strict=True))
 
 
-def measure(shape: Shape, batch: int) -> tuple[list[float], dict[Row, list[float]]]:
+def measure(shape: Shape, batch: int, wanted: Sequence[int]) -> tuple[list[float], dict[Row, list[float]]]:
     """Microseconds a layer of the configuration in use and of each candidate, by kind of sequences."""
     num_layers = max(2, min(shape.layers, 24, CACHE_BYTES // (shape.kv_bytes(batch) // shape.layers)))
     problems = [problem_of(shape, lens, DEVICE, num_layers) for lens in kinds_of(batch)]
@@ -194,7 +195,7 @@ def measure(shape: Shape, batch: int) -> tuple[list[float], dict[Row, list[float
     used = select_decode_config(batch, shape.kv_heads, shape.head_dim, DEVICE, DTYPE)
     times_us(used)  # the first is slow
     timings = {}
-    for config, row in candidates(shape, batch).items():
+    for config, row in candidates(shape, batch, wanted).items():
         try:
             timings[row] = times_us(config)
         except Exception:
@@ -209,11 +210,11 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,32,64,128,192,256")
     parser.add_argument("--programs", default="1,2,4,8,16", help="a multiprocessor, wanted")
     args = parser.parse_args()
-    PROGRAMS[:] = map(int, args.programs.split(","))
     if not torch.cuda.is_available():
         parser.error("measures a CUDA device, and there is none")
     shapes = {name: Shape.of(MODELS[name]) for name in args.shapes.split(",")}
-    for key, row in tune_attention(shapes, [int(batch) for batch in args.batches.split(",")]).items():
+    batches, programs = ([int(number) for number in text.split(",")] for text in (args.batches, args.programs))
+    for key, row in tune_attention(shapes, batches, programs).items():
         print(f'    "{key}": {row},')
 
 

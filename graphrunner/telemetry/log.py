@@ -106,16 +106,17 @@ def _own_handler() -> _ToStderr | None:
 def adopt_logger(name: str) -> None:
     """Let the warnings of another package's logger come out as ours do. After `setup_logging`. Idempotent."""
     logger = logging.getLogger(name)
-    logger.handlers = [handler for handler in logging.getLogger(_ROOT).handlers if handler.name == _ROOT]
+    own = _own_handler()
+    logger.handlers = [] if own is None else [own]
     logger.propagate = False
 
 
 def announce(text: str) -> None:
     """Tell whoever runs the program, on stderr, whatever the level: as it is, or as a line of a log that is JSON."""
-    for handler in logging.getLogger(_ROOT).handlers:
-        if handler.name == _ROOT and isinstance(handler.formatter, _JsonLines):
-            handler.handle(logging.LogRecord(_ROOT, logging.INFO, "", 0, text, None, None))
-            return
+    own = _own_handler()
+    if own is not None and isinstance(own.formatter, _JsonLines):
+        own.handle(logging.LogRecord(_ROOT, logging.INFO, "", 0, text, None, None))
+        return
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 

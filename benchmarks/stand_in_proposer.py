@@ -54,8 +54,6 @@ def _counting(model: CausalLM, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 class StandIn(DraftModelProposer):
     """A draft model whose words are put into its mouth."""
 
-    name = "stand_in"
-
     def bind(self, context: ProposerContext) -> None:
         """See `Proposer.bind`. What is right where is decided once: a real draft spends nothing on it."""
         given = context.runner_context

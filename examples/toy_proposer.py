@@ -21,8 +21,6 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> HostProposer:
 class ToyProposer(HostProposer):
     """Counts pairs of tokens, row by row."""
 
-    name = "toy"
-
     def __init__(self) -> None:
         self._followers: dict[int, defaultdict[int, Counter[int]]] = {}
         self._num_counted: dict[int, int] = {}

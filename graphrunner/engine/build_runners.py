@@ -148,7 +148,10 @@ class RunnerParts:
             num_levels=None if tree is None else tree.num_levels,
         )  # fmt: skip
         missed = MissedTokens(own) if own.kv_layers else None
-        return Speculation(self.proposer, controller, config.num_drafts, missed)
+        return Speculation(
+            config.method, self.proposer, controller, max_drafts=config.num_drafts,
+            vocab_size=self.model.config.vocab_size, missed=missed,
+        )  # fmt: skip
 
     def _uniform_backend(self, graph_pool: GraphPool | None = None) -> ExecutionBackend | None:
         """A backend for steps with the same number of tokens in every request; None where graphs are off."""

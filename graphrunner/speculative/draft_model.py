@@ -60,8 +60,6 @@ class DraftModelProposer(DeviceProposer):
         counts: numbers of drafts to record, rising.
     """
 
-    name = "draft_model"
-
     def __init__(self, model: LanguageModel, counts: Sequence[int]) -> None:
         self.kv_spec = model.kv_spec
         self.model = model

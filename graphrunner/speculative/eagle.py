@@ -55,8 +55,6 @@ class EagleProposer(DeviceProposer):
         tree: how drafts branch; None for one guess after the other.
     """
 
-    name = "eagle"
-
     def __init__(self, draft: EagleDraft, widths: Sequence[int], tree: DraftTree | TreeGrowth | None = None) -> None:
         self.needs = TargetNeeds(hidden_states=not draft.is_eagle3, aux_layers=draft.aux_layers)
         self.kv_spec = draft.kv_spec

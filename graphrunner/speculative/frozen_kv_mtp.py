@@ -39,7 +39,6 @@ class FrozenKVProposer(DeviceProposer):
         num_drafts: most drafts; all are made each time, they cost little.
     """
 
-    name = "frozen_kv_mtp"
     needs = TargetNeeds(hidden_states=True)
 
     def __init__(self, draft: FrozenKVDraft, widths: Sequence[int], num_drafts: int) -> None:

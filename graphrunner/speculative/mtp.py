@@ -55,7 +55,6 @@ class MTPProposer(DeviceProposer):
         widths: query lengths of verify steps.
     """
 
-    name = "mtp"
     needs = TargetNeeds(hidden_states=True)
 
     def __init__(self, draft: MTPDraft, widths: Sequence[int]) -> None:

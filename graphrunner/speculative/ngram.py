@@ -26,8 +26,6 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> HostProposer:
 class NgramProposer(HostProposer):
     """Args: fewest and most tokens that must repeat."""
 
-    name = "ngram"
-
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._sizes = (min_tokens, max_tokens)
         self._indices: dict[int, NgramIndex] = {}

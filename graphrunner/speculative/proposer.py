@@ -159,23 +159,21 @@ class DraftSequence(NamedTuple):
     num_drafts: int
 
 
-class Proposer(ABC):
+class Proposer:
     """What both kinds share.
 
     Attributes:
-        name: as in metrics and tables.
         needs: what the target must hand out in every step.
         kv_spec: KV layers of its own; they live in the target's pool, under the same page ids. The scheduler has pages
             ready for the k positions from the newest token on, where there are pages to be had.
         is_branching: its drafts are the nodes of `speculative_config.draft_tree`.
     """
 
-    name: str
     needs: TargetNeeds = TargetNeeds()
     kv_spec: KVSpec = NO_KV
     is_branching: bool = False
 
-    def bind(self, context: ProposerContext) -> None:  # noqa: B027  most host proposers have nothing to build
+    def bind(self, context: ProposerContext) -> None:
         """Build runners. Called once, before `capture`."""
 
     def runners(self) -> Sequence[BaseGraphRunner]:
@@ -186,14 +184,14 @@ class Proposer(ABC):
         """Modules whose tensors are moved to the host while the engine sleeps; those of the target may be in them."""
         return ()
 
-    def take_rows(self, row_inits: Sequence[RowInit]) -> None:  # noqa: B027
+    def take_rows(self, row_inits: Sequence[RowInit]) -> None:
         """Forget what was kept for these rows: someone new has them. Called before the step that uses them."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what `runners` does not hold. Idempotent."""
 
 
-class HostProposer(Proposer):
+class HostProposer(Proposer, ABC):
     """Reads token ids on the host; called between two steps."""
 
     @abstractmethod
@@ -204,7 +202,7 @@ class HostProposer(Proposer):
         """
 
 
-class DeviceProposer(Proposer):
+class DeviceProposer(Proposer, ABC):
     """Reads the step that was just launched."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from types import MappingProxyType, ModuleType
 
 from graphrunner.config.speculative_config import SpeculativeConfig
 from graphrunner.core.errors import ConfigError
-from graphrunner.speculative.proposer import Proposer, Target
+from graphrunner.speculative.proposer import DeviceProposer, HostProposer, Proposer, Target
 from graphrunner.weights.source import ModelSource
 
 PROPOSERS: Mapping[str, str] = MappingProxyType(
@@ -36,7 +36,13 @@ def create_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
     if factory is None:
         problem = f"module {module.__name__} has no create_proposer"
         raise ConfigError("speculative_config.method", config.method, problem)
-    return factory(config, target)
+    proposer = factory(config, target)
+    if not isinstance(proposer, HostProposer | DeviceProposer):
+        problem = (
+            f"create_proposer of {module.__name__} returned {proposer!r}, which is no HostProposer or DeviceProposer"
+        )
+        raise ConfigError("speculative_config.method", config.method, problem)
+    return proposer
 
 
 def settled(config: SpeculativeConfig, source: ModelSource) -> SpeculativeConfig:

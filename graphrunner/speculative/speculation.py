@@ -34,9 +34,11 @@ class Speculation:
     """A `DraftPlanner` around a proposer.
 
     Args:
+        method: of the configuration, as the log calls the proposer.
         proposer: bound.
         controller: chooses widths.
         max_drafts: the engine's own `num_speculative_tokens`.
+        vocab_size: of the target.
         missed: keeps account of steps that a draft with KV is not told about; None for others.
 
     Attributes:
@@ -45,33 +47,48 @@ class Speculation:
     """
 
     def __init__(
-        self, proposer: Proposer, controller: DraftController, max_drafts: int, missed: MissedTokens | None = None
+        self,
+        method: str,
+        proposer: Proposer,
+        controller: DraftController,
+        *,
+        max_drafts: int,
+        vocab_size: int,
+        missed: MissedTokens | None = None,
     ) -> None:
+        self._method = method
         self.proposer = proposer
         self._missed = missed
         self.controller = controller
         self.num_lookahead = max_drafts if proposer.kv_spec.layers else 0
         self._max_drafts = max_drafts
+        self._vocab_size = vocab_size
         self._num_ready: dict[int, int] = {}  # by row: drafts that a device proposer left for its next step
         self._unsettled: set[tuple[int, int]] = set()  # shapes whose next step may record a graph first
         self._num_rounds = 0
         self._is_alarmed = False
+        self._is_broken = False
         # Asked several times a round, and slow to ask of abstract classes.
         self._on_host = proposer if isinstance(proposer, HostProposer) else None
         self.has_device_drafts = self._on_host is None
 
     def plan(self, requests: Sequence[Request], num_useful: Sequence[int]) -> DraftPlan | None:
         """See `DraftPlanner.plan`."""
-        if self._on_host is None:
-            ready = self._num_ready
-            if not ready:
-                return None
-            counts = [
-                max(0, min(ready.get(request.row, 0), self._most_for(request), useful))
-                for request, useful in zip(requests, num_useful, strict=True)
-            ]
-            # How many are worth it was decided when they were proposed.
-            return self._planned(self.controller.width_for(max(counts, default=0)), counts, ())
+        if self._on_host is not None:
+            return None if self._is_broken else self._plan_on_host(self._on_host, requests, num_useful)
+        ready = self._num_ready
+        if not ready:
+            return None
+        counts = [
+            max(0, min(ready.get(request.row, 0), self._most_for(request), useful))
+            for request, useful in zip(requests, num_useful, strict=True)
+        ]
+        # How many are worth it was decided when they were proposed.
+        return self._planned(self.controller.width_for(max(counts, default=0)), counts, ())
+
+    def _plan_on_host(
+        self, proposer: HostProposer, requests: Sequence[Request], num_useful: Sequence[int]
+    ) -> DraftPlan | None:
         rows, asked, sequences = [], [], []
         for place, (request, useful) in enumerate(zip(requests, num_useful, strict=True)):
             rows.append(request.row)
@@ -79,11 +96,28 @@ class Speculation:
             if wanted > 0:
                 asked.append(place)
                 sequences.append(DraftSequence(request.row, request.prompt_token_ids, request.output_token_ids, wanted))
+        if not sequences:
+            return None
+        try:
+            proposed = proposer.propose(sequences)
+            self._check_drafts(proposed, len(sequences))
+        except Exception as error:  # drafts may cost time, and no request
+            self._is_broken = True
+            named = f"{type(error).__name__}: {error}"
+            log.error("speculation (%s) is off from here on: %s", self._method, named, exc_info=True)
+            return None
         drafts: list[Sequence[int]] = [()] * len(rows)
-        for place, sequence, token_ids in zip(asked, sequences, self._on_host.propose(sequences), strict=True):
+        for place, sequence, token_ids in zip(asked, sequences, proposed, strict=True):
             drafts[place] = token_ids[: sequence.num_drafts]
         counts = [len(token_ids) for token_ids in drafts]
         return self._planned(self.controller.choose_width(rows, counts), counts, drafts)
+
+    def _check_drafts(self, proposed: Sequence[Sequence[int]], num_sequences: int) -> None:
+        if len(proposed) != num_sequences:
+            raise ValueError(f"{len(proposed)} lists of drafts for {num_sequences} requests")
+        for token_ids in proposed:
+            if len(token_ids) and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+                raise ValueError(f"drafts {[*token_ids]}: token ids go from 0 to {self._vocab_size - 1}")
 
     def filled_len(self, request: Request) -> int:
         """See `DraftPlanner.filled_len`."""
@@ -202,7 +236,7 @@ class Speculation:
             log.warning(
                 "speculation (%s) costs more than it saves at %d requests: %.2f drafts stand a round, and a round of "
                 "width %d takes %.2f ms against %.2f ms of a plain step",
-                self.proposer.name, num_reqs, expected / len(verified), width, verify_ms, plain_ms,
+                self._method, num_reqs, expected / len(verified), width, verify_ms, plain_ms,
             )  # fmt: skip
 
 

@@ -37,8 +37,6 @@ def draft_at(answers: Sequence[int], position: int, kind: str) -> int:
 
 
 class HostOracle(HostProposer):
-    name = "oracle"
-
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
@@ -51,8 +49,6 @@ class HostOracle(HostProposer):
 
 
 class DeviceOracle(DeviceProposer):
-    name = "oracle"
-
     def __init__(self, kind: str, max_model_len: int) -> None:
         self.kind, self.max_len = kind, max_model_len
 

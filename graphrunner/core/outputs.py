@@ -105,7 +105,7 @@ class StepRecord:
 
     Attributes:
         num_drafts: of a VERIFY step, draft tokens verified.
-        accepted_lengths: of a VERIFY step, for each request with drafts how many of them stand.
+        accepted_lengths: of a VERIFY step, for each request with drafts how many of them stand, none past its end.
     """
 
     step_id: int

@@ -88,6 +88,7 @@ class EngineCore:
         self._speculation = speculation
         self._in_flight: PendingStep | None = None
         self._untold: _TakenStep | None = None
+        self._half_told: _TakenStep | None = None  # while its outputs are made, and for good when that broke
         self._returned_s = 0.0
 
     def add_request(self, request: Request) -> None:
@@ -111,15 +112,16 @@ class EngineCore:
             paused_s = time.perf_counter() - self._returned_s
             self._untold, self._in_flight = self._take(self._in_flight, paused_s), None
         launched = self.launch()
-        ended = [_bare_output(update) for update in self.scheduler.take_ended_early()]
         if self._order is StepOrder.ONE_BY_ONE:
-            return ended + (self.resolve(launched) if launched else [])
+            outputs = self.resolve(launched) if launched else []
+            return outputs + self._ended_early()
         finished, self._in_flight = self._in_flight, launched
         if self._order is StepOrder.TOLD_BESIDE:
-            ended += self._tell_untold()
+            outputs = self._tell_untold() + self._ended_early()
             self._returned_s = time.perf_counter()
-            return ended
-        return ended + (self.resolve(finished) if finished else [])
+            return outputs
+        outputs = self.resolve(finished) if finished else []
+        return outputs + self._ended_early()
 
     def launch(self) -> PendingStep | None:
         """Schedule and start one step; None when there is nothing to compute."""
@@ -157,13 +159,16 @@ class EngineCore:
 
     def _tell(self, taken: _TakenStep) -> list[EngineOutput]:
         """Account for a step and make its outputs: all that the launch of the next one need not wait for."""
+        self._half_told = taken
         record, (scheduled, result, _) = _record(taken), taken.pending
         if self._speculation is not None:
             self._speculation.resolved(
                 scheduled, _verified(taken), record, num_proposed=result.num_proposed, is_timed=taken.is_timed
             )
         self._on_step(record)
-        return [_output(update, result, index) for index, update in enumerate(taken.updates) if update is not None]
+        outputs = [_output(update, result, index) for index, update in enumerate(taken.updates) if update is not None]
+        self._half_told = None
+        return outputs
 
     def _tell_untold(self) -> list[EngineOutput]:
         taken, self._untold = self._untold, None
@@ -172,15 +177,29 @@ class EngineCore:
     def fail_running(self, cause: BaseException) -> list[EngineOutput]:
         """End every running request with an error after a step broke; the pool is whole afterwards.
 
-        What an earlier step gave them, and those that it ended, is told before.
+        What an earlier step gave them, and those that it ended, is told before. Those that ended in a step whose
+        telling broke end with the error, too: nobody else would ever hear of them.
         """
         if isinstance(cause, Exception):  # Ctrl-C is no fault to report
             log.error("a step failed and its requests end with an error", exc_info=cause)
         self._in_flight = None
         text = f"{type(cause).__name__}: {cause}"
-        told = self._tell_untold()
-        failed = self.scheduler.finish_running(FinishReason.ERROR)
+        told = self._ended_early()
+        try:
+            told += self._tell_untold()
+        except Exception:  # whom it ended is failed below
+            log.exception("nor could the step before be told")
+        failed = self._ended_untold() + self.scheduler.finish_running(FinishReason.ERROR)
         return told + [EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=text) for request_id in failed]
+
+    def _ended_early(self) -> list[EngineOutput]:
+        return [_bare_output(update) for update in self.scheduler.take_ended_early()]
+
+    def _ended_untold(self) -> list[str]:
+        """Ids of the requests that ended in the step whose telling broke."""
+        taken, self._half_told = self._half_told, None
+        updates = () if taken is None else taken.updates
+        return [update.request_id for update in updates if update is not None and update.finish_reason is not None]
 
 
 def _bare_output(update: RequestUpdate) -> EngineOutput:
@@ -213,21 +232,26 @@ def _output(update: RequestUpdate, result: GenerationBatchResult, index: int) ->
 
 
 def _verified(taken: _TakenStep) -> list[Verified]:
-    """What became of the drafts of requests that go on: the rows of others may have new owners by now."""
+    """What became of the drafts of requests that kept their rows: those of others may have new owners by now."""
     if not taken.accepted:
         return []
     scheduled = taken.pending.scheduled
-    rounds = zip(scheduled.rows, scheduled.num_draft_tokens, taken.accepted, taken.updates, strict=True)
+    rounds = zip(scheduled.rows, scheduled.num_draft_tokens, taken.updates, strict=True)
     return [
-        Verified(row, num_drafts, len(tokens) - 1)
-        for row, num_drafts, tokens, update in rounds
-        if num_drafts and update is not None and update.finish_reason is None
+        Verified(row, num_drafts, update.num_accepted)
+        for row, num_drafts, update in rounds
+        if num_drafts and update is not None and update.request.row == row
     ]
 
 
 def _record(taken: _TakenStep) -> StepRecord:
     scheduled, result, start_s = taken.pending
-    rounds = zip(taken.accepted, scheduled.num_draft_tokens, strict=True)
+    rounds = zip(taken.updates, taken.accepted, scheduled.num_draft_tokens, strict=True) if taken.accepted else ()
+    accepted = [
+        len(tokens) - 1 if update is None else update.num_accepted
+        for update, tokens, num_drafts in rounds
+        if num_drafts
+    ]
     return StepRecord(
         step_id=scheduled.step_id,
         mode=scheduled.mode,
@@ -241,5 +265,5 @@ def _record(taken: _TakenStep) -> StepRecord:
         duration_ms=(taken.taken_s - start_s) * 1e3,
         request_ids=scheduled.request_ids,
         num_drafts=sum(scheduled.num_draft_tokens),
-        accepted_lengths=tuple([len(tokens) - 1 for tokens, num_drafts in rounds if num_drafts]),
+        accepted_lengths=tuple(accepted),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import generate, greedy, prompts_of
+from engine_driver import generate, greedy, pool_check, prompts_of
 
 from graphrunner.core.errors import ConfigError
 from graphrunner.telemetry import ranges
@@ -34,6 +34,33 @@ def test_a_trace_tells_of_every_step_and_request(make_llm, tmp_path: Path) -> No
 def test_a_trace_that_cannot_be_written_stops_the_start(make_llm, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace="):
         make_llm(trace=str(tmp_path / "no" / "file"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"speculative": "ngram"}, {"speculative": "ngram", "overlap": True}], ids=str
+)
+def test_whoever_ends_in_a_step_that_cannot_be_told_hears_of_it(make_llm, solo, monkeypatch, options) -> None:
+    llm = make_llm(**options)
+    prompts, lengths = prompts_of([5, 9]), [3, 12]
+    for broken in range(5):  # the short answer ends in one of these steps
+        countdown = iter(range(broken, -1, -1))
+
+        def watch(record: object, countdown=countdown) -> None:
+            if next(countdown, 1) == 0:
+                raise RuntimeError("on purpose")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.core, "_on_step", watch)
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], [greedy(n) for n in lengths], use_tqdm=False
+            )
+        for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
+            answer = output.outputs[0]
+            assert answer.token_ids == solo(prompt, length)[: len(answer.token_ids)]
+            is_whole = len(answer.token_ids) == length
+            assert answer.finish_reason == ("length" if is_whole else "error")
+            assert is_whole or "on purpose" in answer.stop_reason
+        pool_check(llm)
 
 
 def test_the_account_counts_operators_padding_and_misses(make_llm) -> None:

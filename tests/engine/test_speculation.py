@@ -189,6 +189,17 @@ def test_results_tell_accepted_lengths(spec_llm, known) -> None:
     assert llm.engine.stats().draft_acceptance == 1.0 and llm.engine.stats().mean_accepted_length == 4.0
 
 
+def test_steps_and_results_count_the_same_drafts(spec_llm, known, solo) -> None:
+    """Also where a stop ends a request in the middle of what stands."""
+    llm = spec_llm()
+    prompts = known([5, 9])
+    stop = solo(prompts[0], 3)[2]
+    cut, whole = run(llm, prompts, [greedy(20, stop_token_ids=[stop]), greedy(20)])
+    assert len(tokens(cut)) <= 3 and cut.outputs[0].speculation.num_accepted < K
+    counted = sum(output.outputs[0].speculation.num_accepted for output in (cut, whole))
+    assert sum(step.num_accepted for step in llm.steps) == counted
+
+
 def test_each_request_has_its_own_switch(spec_llm, known, solo) -> None:
     llm = spec_llm()
     prompts = known([5, 6, 7])

@@ -200,6 +200,7 @@ def test_ctrl_c_is_clean(run: Any) -> None:
 def test_chat_keeps_the_conversation(run: Any) -> None:
     result = run("chat", "--system", "be brief", text="hi\nand?\n/reset\nagain\n\n")
     assert result.exit_code == 0 and result.stdout.count("one two three") == 3
+    assert "an empty line ends" in result.stderr
     assert FakeLLM.made[0].prompts == [{"prompt_token_ids": [count]} for count in (2, 4, 2)]
 
 

@@ -45,6 +45,7 @@ def chat(
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     with llm_class()(model, **engine_options) as llm:
+        typer.echo("/reset forgets, Ctrl-C stops an answer, an empty line ends", err=True)
         while line := _ask():
             if line == "/reset":
                 messages = list(first)

@@ -41,9 +41,7 @@ def offline_parts(bench: BenchedEngine, prompt_lens: Sequence[int], output_lens:
     bytes_per_value = bench.workload.bytes_per_value
     parts[None].floor_s = prefill_floor_s(bench.config, bench.ceilings, prompt_lens, bytes_per_value)
     for step in range(1, max(output_lens)):
-        context = [
-            prompt + step for prompt, output in zip(prompt_lens, output_lens, strict=True) if output > step
-        ]  # fmt: skip
+        context = [prompt + step for prompt, output in zip(prompt_lens, output_lens, strict=True) if output > step]
         part = part_of(len(context))
         part.floor_s += decode_floor_s(bench.config, bench.ceilings, len(context), sum(context), bytes_per_value)
     return [asdict(part) for part in parts.values() if part.num_steps or part.floor_s]

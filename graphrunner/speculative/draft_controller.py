@@ -90,16 +90,25 @@ class SizeAccount:
             cost = self.costs[width] = StepCost()
         return cost
 
-    def is_probe_due(self, best: int) -> bool:
-        """Take in which width is best now; whether another is to be tried."""
-        if best != self.best:
-            self.best, self.patience = best, _LEAST_PATIENCE
-        if self.num_rounds - self.probe_round < self.patience:
-            return False
+    def oldest(self, widths: Sequence[int]) -> int:
+        """Of those widths but the best, the one that was measured longest ago."""
+        return min((width for width in widths if width != self.best), key=lambda width: self.cost(width).last_round)
+
+    def take_best(self, width: int) -> None:
+        """Take in which width pays most now."""
+        if width != self.best:
+            self.best, self.patience = width, _LEAST_PATIENCE
+
+    @property
+    def is_probe_due(self) -> bool:
+        """Whether another width than the best is to be tried now."""
+        return self.num_rounds - self.probe_round >= self.patience
+
+    def start_probe(self) -> None:
+        """Count one as done; those of drafts that pay come ever more rarely."""
         self.probe_round = self.num_rounds
-        if best > 1:
+        if self.best > 1:
             self.patience = min(2 * self.patience, _MOST_PATIENCE)
-        return True
 
 
 @dataclass(slots=True)
@@ -182,15 +191,14 @@ class DraftController:
             tokens_a_ms = expected[min(width, len(expected)) - 1] / max(cost.ms, 1e-6)
             if tokens_a_ms > most_a_ms:
                 best, most_a_ms = width, tokens_a_ms
-        if not account.is_probe_due(best):
+        account.take_best(best)
+        if not account.is_probe_due:
             return best
-        if best > 1:
-            others = [width for width in (1, *fitting) if width != best]
-            probed = min(others, key=lambda width: account.cost(width).last_round)
-        else:
-            probed = fitting[-1]
+        account.start_probe()
+        if best == 1:
             for row in rows:  # what was found of an earlier part of the text would outweigh what is found now
                 self.forget(row)
+        probed = fitting[-1] if best == 1 else account.oldest((1, *fitting))
         account.cost(probed).doubt()
         return probed
 

@@ -104,7 +104,7 @@ class Speculation:
         except Exception as error:  # drafts may cost time, and no request
             self._is_broken = True
             named = f"{type(error).__name__}: {error}"
-            log.error("speculation (%s) is off from here on: %s", self._method, named, exc_info=True)
+            log.warning("speculation (%s) is off from here on: %s", self._method, named, exc_info=True)
             return None
         drafts: list[Sequence[int]] = [()] * len(rows)
         for place, sequence, token_ids in zip(asked, sequences, proposed, strict=True):

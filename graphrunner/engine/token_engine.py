@@ -231,10 +231,12 @@ class TokenEngine:
 
     def _require_idle(self, what: str) -> None:
         self._residency.check_open()
-        if self.has_unfinished_requests():
-            stats = self.core.scheduler.stats()
+        stats = self.core.scheduler.stats()
+        if stats.num_running or stats.num_waiting:
             counts = f"{stats.num_running} requests run and {stats.num_waiting} wait"
             raise EngineStateError(f"cannot {what} while {counts}: let them finish, or abort them")
+        if self.core.has_unfinished_requests():  # a step in flight, whose requests were all ended from outside
+            self._interrupted += self.core.step()
 
     @property
     def _requests(self) -> RequestTrace | None:

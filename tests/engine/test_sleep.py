@@ -289,3 +289,25 @@ def test_sleep_counts_no_step(make_llm: Make) -> None:
     llm.wake()
     assert len(llm.steps) == count
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative": "ngram"}], ids=["overlapped", "told beside"])
+def test_steps_of_those_who_left_keep_nobody_awake(make_llm, solo, monkeypatch, options: dict[str, object]) -> None:
+    def interrupted(batch: object) -> None:
+        raise KeyboardInterrupt
+
+    llm = make_llm(overlap=True, **options)
+    (prompt,) = prompts_of([9])
+    for rest in (lambda: (llm.sleep(), llm.wake()), llm.reload_weights):
+        stream = llm.stream({"prompt_token_ids": prompt}, greedy(30))
+        next(stream)
+        with pytest.raises(EngineStateError, match="1 requests run"):
+            rest()
+        stream.close()
+        rest()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.engine.core.model_runner, "forward", interrupted)
+            generate(llm, [prompt], greedy(8))
+        rest()
+        assert generate(llm, [prompt], greedy(8)) == [solo(prompt, 8)]
+        pool_check(llm)

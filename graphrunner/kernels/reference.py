@@ -212,13 +212,13 @@ def paged_attention(
     seen = None if tree_mask is None else tree_visible(tree_mask, seq_lens, rows.shape[1] * k_cache.shape[1])
 
     outputs = []
-    # A library's product of several rows may add up otherwise than of one.
+    # A library's product of several rows may add up otherwise than of one, and of one at another alignment.
     chunk_len = 1 if is_batch_invariant() else _TOKENS_PER_CHUNK
     for start in range(0, num_tokens, chunk_len):
         chunk = slice(start, start + chunk_len)
         attended = _attend(
-            q[chunk], k_cache, v_cache, last_position[chunk], rows[chunk], scale * k_scale, sliding_window, soft_cap,
-            None if seen is None else seen[chunk],
+            q[chunk].clone(), k_cache, v_cache, last_position[chunk], rows[chunk], scale * k_scale, sliding_window,
+            soft_cap, None if seen is None else seen[chunk],
         )  # fmt: skip
         outputs.append((attended * v_scale).to(q.dtype))
     return torch.cat(outputs) if outputs else torch.empty_like(q)

@@ -62,6 +62,7 @@ def _grouped(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _by_row(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    if x.shape[0] == 1:
-        return run(x)
-    return torch.cat([run(row) for row in x.split(1)]) if x.shape[0] else run(x)
+    if x.shape[0] <= 1:
+        return run(x.clone())
+    # Copied, because a library's product also depends on how a row's address is aligned.
+    return torch.cat([run(row.clone()) for row in x.split(1)])

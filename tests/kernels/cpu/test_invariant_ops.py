@@ -14,8 +14,8 @@ COUNTS = [2, 5, 8, 16, 17, 33]
 
 def weight_of(kind: str, num_outputs: int, num_inputs: int) -> Weight:
     dense = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(2)) / num_inputs**0.5
-    if kind == "int8":
-        return quantize(dense, Quantization.INT8, 0)
+    if kind in ("int8", "fp8"):
+        return quantize(dense, Quantization(kind), 0)
     return dense_weight(dense.to(torch.bfloat16 if kind == "bf16" else torch.float32))
 
 
@@ -25,6 +25,7 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> Weight:
         ("f32", torch.float32, 100),
         ("bf16", torch.float32, 48),
         ("int8", torch.float32, 48),
+        ("fp8", torch.float32, 66),
         ("bf16", torch.bfloat16, 48),
     ],
 )
@@ -43,7 +44,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: str, dtype: torch.dtype, w
         "tanh": lambda rows, r: invariant_ops.elementwise(torch.tanh, rows),
     }
     for name, run in ops.items():
-        alone = torch.cat([run(x[i : i + 1], residual[i : i + 1]) for i in range(33)])
+        alone = torch.cat([run(x[i : i + 1].clone(), residual[i : i + 1]) for i in range(33)])
         for count in COUNTS:
             start = (7 * count) % (34 - count)
             rows = slice(start, start + count)

@@ -10,6 +10,7 @@ from graphrunner.attention.cpu_attention import CpuAttention
 from graphrunner.attention.torch_attention import TorchAttention
 from graphrunner.core.forward_batch import KVLayer
 from graphrunner.kernels import reference
+from graphrunner.kernels.batch_invariance import batch_invariant
 
 E4M3 = torch.float8_e4m3fn
 K_SCALE, V_SCALE = 0.02, 0.5
@@ -56,3 +57,21 @@ def test_a_wide_cache_ignores_the_scales():
     step = make_step(CASES["mixed"])
     scaled = replace(step, spec=replace(step.spec, k_scale=3.0, v_scale=7.0))
     assert torch.equal(scaled.run(CpuAttention()), make_step(CASES["mixed"]).run(CpuAttention()))
+
+
+def test_a_token_has_the_same_bits_beside_others():
+    """Its query lies at another address then, and with these sizes not on a border that processors like."""
+    num_tokens, first_len = 12, 6
+    q = torch.randn(num_tokens, 3, 22)
+    cache = torch.randn(9, 4, 1, 22).to(E4M3)
+    pages = torch.arange(1, 9, dtype=torch.int32)[None]
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        starts = torch.arange(last - first + 1, dtype=torch.int32)
+        seq_lens = torch.arange(first_len + first, first_len + last, dtype=torch.int32)
+        rows = torch.zeros(last - first, dtype=torch.int32)
+        return reference.paged_attention(q[first:last].clone(), cache, cache, starts, seq_lens, rows, pages, 0.3)
+
+    with batch_invariant(True):
+        together = attend(0, num_tokens)
+        assert all(torch.equal(attend(i, i + 1)[0], together[i]) for i in range(num_tokens))

@@ -1,6 +1,6 @@
 """The least time that a step can take: each operation's bytes or arithmetic, whichever is longer, summed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ceilings import Ceilings
 from shapes import num_kv_bytes_per_token
@@ -58,9 +58,12 @@ def whole_floor_s(
 ) -> float:
     """Requests that are all there at the start: their prompts, then one step for each further token of the longest."""
     total_s = prefill_floor_s(config, ceilings, prompt_lens, bytes_per_value)
-    for step in range(1, max(output_lens)):
-        context = [
-            prompt + step for prompt, output in zip(prompt_lens, output_lens, strict=True) if output > step
-        ]  # fmt: skip
+    for context in decode_contexts(prompt_lens, output_lens):
         total_s += decode_floor_s(config, ceilings, len(context), sum(context), bytes_per_value)
     return total_s
+
+
+def decode_contexts(prompt_lens: Sequence[int], output_lens: Sequence[int]) -> Iterator[list[int]]:
+    """Tokens that each request holds, in one decode step after another, where all prompts come first."""
+    for step in range(1, max(output_lens)):
+        yield [prompt + step for prompt, output in zip(prompt_lens, output_lens, strict=True) if output > step]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benched_engine import BenchedEngine
-from floors import decode_floor_s, prefill_floor_s
+from floors import decode_contexts, decode_floor_s, prefill_floor_s
 
 BATCH_RANGES = ((193, 256), (129, 192), (65, 128), (17, 64), (1, 16))
 PROMPTS = "prompts"
@@ -40,8 +40,7 @@ def offline_parts(bench: BenchedEngine, prompt_lens: Sequence[int], output_lens:
         part.spent_s += spent_s
     bytes_per_value = bench.workload.bytes_per_value
     parts[None].floor_s = prefill_floor_s(bench.config, bench.ceilings, prompt_lens, bytes_per_value)
-    for step in range(1, max(output_lens)):
-        context = [prompt + step for prompt, output in zip(prompt_lens, output_lens, strict=True) if output > step]
+    for context in decode_contexts(prompt_lens, output_lens):
         part = part_of(len(context))
         part.floor_s += decode_floor_s(bench.config, bench.ceilings, len(context), sum(context), bytes_per_value)
     return [asdict(part) for part in parts.values() if part.num_steps or part.floor_s]

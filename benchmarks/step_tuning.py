@@ -98,7 +98,7 @@ class Step:
 
 
 def step_us(model: Model, step: Step) -> float:
-    """Microseconds of one replay; the best of some rounds."""
+    """Microseconds of one replay among others, back to back as in decoding; the best of some rounds."""
     metadata = step.metadata(model)
     ids = torch.ones(step.num_rows, dtype=torch.int32, device=DEVICE)
     model.forward(ids, metadata)

@@ -49,19 +49,22 @@ def attention_key(
 ) -> str:
     """Name of one entry of the table of measured configurations; requests are bucketed, and all widths but 1 alike."""
     bucket = next(bucket for bucket in REQUEST_BUCKETS if num_requests <= bucket or bucket == REQUEST_BUCKETS[-1])
-    kind = "verify" if query_width > 1 else "requests"
-    return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}/{kind}{bucket}"
+    return f"{_prefix(num_kv_heads, head_dim, device, dtype)}/{_kind(query_width)}{bucket}"
 
 
-def _measured_row(
-    num_requests: int, num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, query_width: int
-) -> tuple[int, int, int, int, int] | None:
+def _prefix(num_kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
+    return f"{runtime.device_key(device)}/{dtype.itemsize * 8}bit/{num_kv_heads}x{head_dim}"
+
+
+def _kind(query_width: int) -> str:
+    return "verify" if query_width > 1 else "requests"
+
+
+def _measured_row(num_requests: int, prefix: str, kind: str) -> tuple[int, int, int, int, int] | None:
     """What was measured at this number of requests, or at the next larger one that was."""
-    for bucket in (num_requests, *(bucket for bucket in REQUEST_BUCKETS if bucket > num_requests)):
-        row = TUNED_ATTENTION.get(attention_key(bucket, num_kv_heads, head_dim, device, dtype, query_width))
-        if row is not None:
-            return row
-    return None
+    num_requests = min(num_requests, REQUEST_BUCKETS[-1])
+    found = (TUNED_ATTENTION.get(f"{prefix}/{kind}{bucket}") for bucket in REQUEST_BUCKETS if bucket >= num_requests)
+    return next((row for row in found if row is not None), None)
 
 
 def select_decode_config(
@@ -72,8 +75,8 @@ def select_decode_config(
     A verify step that nobody measured runs the tiles of the decode step.
     """
     default = default_decode_config(num_requests, num_kv_heads, head_dim, device, dtype)
-    sizes = (num_requests, num_kv_heads, head_dim, device, dtype)
-    row = (_measured_row(*sizes, query_width) if query_width > 1 else None) or _measured_row(*sizes, 1)
+    prefix = _prefix(num_kv_heads, head_dim, device, dtype)
+    row = _measured_row(num_requests, prefix, _kind(query_width)) or _measured_row(num_requests, prefix, _kind(1))
     if row is None:
         return default
     programs_per_multiprocessor, block_n, num_warps, num_stages, min_split_tokens = row

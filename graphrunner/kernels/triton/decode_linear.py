@@ -3,15 +3,15 @@
 Twins: norm_linear, norm_gate_up, linear_residual of kernels/reference.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.activation import gate_mul
+from graphrunner.kernels.triton.linear_call import LinearCall
 from graphrunner.kernels.triton.linear_config import (
     LinearConfig,
     LinearKind,
@@ -26,48 +26,9 @@ from graphrunner.kernels.triton.linear_kernels import (
 )
 from graphrunner.kernels.triton.norms import rms_norm
 from graphrunner.kernels.triton.sample import ArgmaxPartials, argmax_partials
-from graphrunner.kernels.triton.skinny_linear import (
-    ask_ahead_bytes,
-    row_block,
-    skinny_grid,
-    skinny_linear_kernel,
-    split_buffers,
-)
+from graphrunner.kernels.triton.skinny_linear import prepare_skinny
 
 GELU_TANH = "gelu_tanh"
-
-
-@dataclass(frozen=True, slots=True)
-class LinearCall:
-    """Operands of one projection; see linear_kernels for the modes.
-
-    Attributes:
-        mode: what surrounds the product.
-        x: [B, K], contiguous.
-        norm_weight: float32 [K], or None for no norm.
-        eps: of the norm.
-        weight: [N, K] ([2N, K] when GATED), contiguous, dtype of x.
-        bias: [N] ([2N] when GATED) or None.
-        residual: [B, N] (RESIDUAL), read by the program that writes the same place of out.
-        out: [B, N].
-        is_gelu: activation of GATED: tanh GELU instead of SiLU.
-    """
-
-    mode: LinearMode
-    x: Tensor
-    norm_weight: Tensor | None
-    eps: float
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    out: Tensor
-    is_gelu: bool = False
-
-    @property
-    def shape(self) -> LinearShape:
-        """Sizes as the table names them."""
-        num_outputs = self.weight.shape[0] // (2 if self.mode is LinearMode.GATED else 1)
-        return LinearShape(self.mode, num_outputs, self.weight.shape[1])
 
 
 def num_programs(config: LinearConfig, shape: LinearShape, device: torch.device) -> int:
@@ -90,7 +51,7 @@ def prepare_linear(
         partials: written by ARGMAX.
     """
     if config.kind is LinearKind.SKINNY:
-        return _prepare_skinny(call, config, device, partials)
+        return prepare_skinny(call, config, device, partials)
     num_rows, width = call.x.shape
     assert call.x.is_contiguous() and call.weight.is_contiguous() and call.out.is_contiguous()
     unread = call.out  # a pointer for the operands this mode does not read
@@ -128,54 +89,6 @@ def prepare_linear(
     block_b = max(8, runtime.next_power_of_2(num_rows))
     settings |= {"BLOCK_B": block_b, "SLICES": config.slices}
     return runtime.Launch(kernel, grid, (*operands, num_rows), settings)
-
-
-def _prepare_skinny(
-    call: LinearCall, config: LinearConfig, device: torch.device, partials: ArgmaxPartials | None
-) -> runtime.Launch:
-    num_rows, width = call.x.shape
-    assert call.x.is_contiguous() and call.weight.is_contiguous() and call.out.is_contiguous()
-    unread = call.out
-    grid = skinny_grid(config, call.shape.num_outputs, num_rows)
-    halves = 2 if call.mode is LinearMode.GATED else 1
-    partial_sums, arrived = split_buffers(config, halves, grid, num_rows, call.x)
-    block_b = row_block(config, num_rows)
-    is_described = config.is_described and runtime.has_tensor_descriptors(device)
-    x, weight = call.x, call.weight
-    if is_described:
-        x = TensorDescriptor.from_tensor(x, [block_b, config.block_k])
-        weight = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
-    pdl = runtime.use_dependent_launch(device)
-    operands = (
-        x,
-        weight,
-        call.bias if call.bias is not None else unread,
-        call.residual if call.residual is not None else unread,
-        call.out,
-        partials.values if partials is not None else unread,
-        partials.indices if partials is not None else unread,
-        partial_sums,
-        arrived,
-        call.shape.num_outputs,
-        num_rows,
-    )
-    settings = {
-        "K": width,
-        "BLOCK_B": block_b,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "SPLITS": config.slices,
-        "STAGES": config.num_stages,
-        "MODE": int(call.mode),
-        "IS_GELU": call.is_gelu,
-        "HAS_BIAS": call.bias is not None,
-        "AHEAD": ask_ahead_bytes(config, width // config.slices * call.weight.element_size(), device),
-        "IS_DESCRIBED": is_described,
-        "PDL": pdl,
-        "num_warps": config.num_warps,
-        "launch_pdl": pdl,
-    }
-    return runtime.Launch(skinny_linear_kernel, grid, operands, settings)
 
 
 def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartials | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 MAX_FUSED_ROWS = 16
 MAX_SKINNY_ROWS = ROW_BUCKETS[-1]
 _MAX_VECTOR_ROWS = 4
@@ -70,6 +70,7 @@ class LinearConfig:
         ahead_bytes: of each weight row, asked for before the wait (SKINNY only).
         has_fixed_rows: tiles of `block_b` rows however few there are (SKINNY only).
         is_described: tiles are loaded through tensor descriptors, where the device has them (SKINNY only).
+        has_tail: a program takes up to twice `block_b` rows, in two tiles of as few rows as do (SKINNY only).
     """
 
     kind: LinearKind
@@ -84,6 +85,7 @@ class LinearConfig:
     ahead_bytes: int = 0
     has_fixed_rows: bool = False
     is_described: bool = False
+    has_tail: bool = False
 
 
 LIBRARY_CONFIG = LinearConfig(LinearKind.LIBRARY)

@@ -19,6 +19,7 @@ MMA = LinearConfig(LinearKind.MMA, block_n=16, block_k=32, slices=2, num_stages=
 WARPGROUP = LinearConfig(LinearKind.WARPGROUP, block_n=64, block_k=64, num_stages=2)
 SKINNY = LinearConfig(LinearKind.SKINNY, block_n=64, block_k=32, num_stages=2, block_b=16)
 SPLIT = LinearConfig(LinearKind.SKINNY, block_n=64, block_k=32, slices=2, num_stages=2, block_b=16)
+TAILED = replace(SPLIT, block_b=32, has_tail=True)
 ONE_TURN = LinearConfig(LinearKind.MMA, block_n=16, block_k=64, slices=4, num_stages=2)
 WIDTH, RAGGED_WIDTH, NUM_OUTPUTS, EPS = 128, 144, 48, 1e-5
 
@@ -91,9 +92,9 @@ def test_rows_of_no_whole_number_of_chunks_match_twin(mode, config, num_rows, de
 @pytest.mark.parametrize("mode", list(LinearMode))
 @pytest.mark.parametrize("num_rows", [9, 33])
 @pytest.mark.parametrize("is_described", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("config", [SKINNY, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("config", [SKINNY, SPLIT, TAILED], ids=["whole", "split", "split with a tail"])
 def test_skinny_kernel_matches_twin(mode, num_rows, config, is_described, device):
-    """33 rows: two whole blocks and a ragged one. Twice: the counters of arrived splits are ready again."""
+    """33 rows: two blocks and a ragged one, or one and its tail. Twice: the counters of arrivals are ready again."""
     config = replace(config, is_described=is_described)
     if config.slices > 1 and mode is LinearMode.ARGMAX:
         config = replace(config, slices=1)  # a head is large enough without splits

@@ -1,6 +1,6 @@
 """Measuring how decode attention is cut on the card at hand: equal sequences, unequal ones, and those of a real run.
 
-    python benchmarks/attention_tuning.py [--shapes 0.6B,1B,8B] [--batches 1,4,16,32,64,128,192,256] [--programs 1,2]
+    python benchmarks/attention_tuning.py [--shapes 0.6B,1B,8B] [--batches 1,16,64,192,224,256] [--programs 1,2]
 
 Prints, for each size, what the configuration in use takes and what the best takes, and rows for
 kernels/triton/tuned_configs.py. The best is so for all kinds of sequences and all shapes that share the row.
@@ -36,7 +36,10 @@ from graphrunner.kernels.triton.linear_tuning import compile_all, time_in_graph
 from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
 
 LONGEST = CONTEXT * 7 // 4
-TILES = ((32, 2, 2), (32, 2, 5), (64, 2, 2), (64, 2, 4), (64, 2, 5), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3))
+TILES = (
+    (32, 1, 2), (32, 1, 4), (32, 2, 2), (32, 2, 5), (64, 2, 2), (64, 2, 4), (64, 2, 5), (64, 4, 2), (64, 4, 3),
+    (128, 4, 2), (128, 4, 3),
+)  # fmt: skip
 """Tokens, warps, stages."""
 MIN_SPLIT_TOKENS = (0, 256)
 PROGRAMS = (1, 2, 4, 8, 16)
@@ -207,7 +210,7 @@ def main() -> None:
     """Tune the named shapes and print rows for the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="0.6B,1B,8B")
-    parser.add_argument("--batches", default="1,4,16,32,64,128,192,256")
+    parser.add_argument("--batches", default="1,4,16,32,64,128,192,224,256")
     parser.add_argument("--programs", default="1,2,4,8,16", help="a multiprocessor, wanted")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import torch
 from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
 
-REQUEST_BUCKETS = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256)
+REQUEST_BUCKETS = (1, 4, 16, 32, 48, 64, 96, 128, 192, 224, 256)
 _MAX_SPLITS = 64
 
 

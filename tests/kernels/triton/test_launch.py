@@ -47,7 +47,8 @@ def test_kernels_are_compiled_elsewhere_before_they_run(device, tmp_path, monkey
     from graphrunner.kernels.triton.compile_ahead import KernelCompiler
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    x = torch.randn(3, 4096 + 64, device=device, dtype=torch.bfloat16)
+    # Wider than any other test's rows: what this process has compiled already would not be compiled ahead.
+    x = torch.randn(3, 16384 + 64, device=device, dtype=torch.bfloat16)
     weight = torch.rand(x.shape[1], device=device)
     compiler = KernelCompiler(2)
     with compiler.rehearsal():

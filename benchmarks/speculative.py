@@ -24,7 +24,7 @@ from pathlib import Path
 
 import stand_in_proposer
 from speculative_report import plot, said, table, write_page
-from speculative_shape import NUM_DRAFTS, shape_rows
+from speculative_shape import MOST_DRAFTS, shape_rows
 from speculative_text import METHODS, TextPlan, held_out, text_rows
 
 from graphrunner.telemetry.startup import process_age_s
@@ -53,7 +53,7 @@ def measured(args: argparse.Namespace) -> dict:
 
     is_gpu, parts = torch.cuda.is_available(), args.parts.split(",")
     device = torch.cuda.get_device_name() if is_gpu else "cpu"
-    result: dict = {"benchmark": "speculative", "num_drafts": NUM_DRAFTS, "device": device, "part_s": {}}
+    result: dict = {"benchmark": "speculative", "num_drafts": MOST_DRAFTS, "device": device, "part_s": {}}
 
     def has_time(share: float = 1.0) -> bool:
         return process_age_s() < share * args.max_seconds

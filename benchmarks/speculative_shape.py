@@ -11,7 +11,7 @@ from round_probe import timed_rounds
 from shapes import LLAMA_8B, TINY, write_config_folder
 from speculative_engine import acceptance_by_position, finished, mean_accepted, opened, warm_runs
 
-NUM_DRAFTS, PROMPT_TOKENS = 4, 32
+MOST_DRAFTS, PROMPT_TOKENS = 5, 32
 BATCHES = (1, 8, 64, 32, 2, 16, 4)
 """In the order of what a run that is cut short should have measured."""
 TOKENS = {1: 832, 2: 512, 4: 384, 8: 256, 16: 192}
@@ -42,7 +42,7 @@ def shape_rows(is_gpu: bool, most_tokens: int | None, has_time: Callable[[], boo
         config = {
             "method": "stand_in_proposer",
             "model": str(write_config_folder(draft, Path(name) / "draft")),
-            "num_speculative_tokens": NUM_DRAFTS,
+            "num_speculative_tokens": MOST_DRAFTS,
         }
         with (
             opened(target, **options) as plain,

@@ -136,3 +136,8 @@ def fastest(linear: LinearShape, step: Step) -> list[LinearConfig]:
 def is_large(step: Step) -> bool:
     """Whether it has more rows than the fused kernels take."""
     return step.num_rows > MAX_FUSED_ROWS
+
+
+def has_kinds(step: Step) -> bool:
+    """Whether it has so many rows that several kinds of kernel may be the fastest."""
+    return step.num_rows > 2

@@ -3,8 +3,8 @@
     python benchmarks/step_tuning.py [8B:1,1x5 0.6B:1,16,64 ...] [--passes 2]
 
 Kernels chained by dependent launch share the multiprocessors with their neighbours, so the best tile of a kernel by
-itself need not be the best in its place. Starts from what is in use and changes one field at a time; with more than 16
-rows, where the library is among the choices, the first pass tries instead the few that are fastest by themselves.
+itself need not be the best in its place. Starts from what is in use and changes one field at a time; with more than two
+rows, where several kinds of kernel can be the fastest, the first pass tries instead the few that are so by themselves.
 Prints rows for kernels/triton/tuned_configs.py. 8B:1,1x5 is that shape with one request, and with one that verifies
 four drafts.
 """
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,39 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention_tuning import compile_cut
 from benchmarks.kernel_steps import Model, read_bandwidth_tb_s
-from benchmarks.kernel_tuning import DEVICE, MODELS, Shape
-from benchmarks.step_candidates import Step, contenders, cuts, fastest, is_large, neighbours
+from benchmarks.kernel_tuning import MODELS, Shape
+from benchmarks.step_candidates import Step, contenders, cuts, fastest, has_kinds, is_large, neighbours
+from benchmarks.step_timing import heated_us, recorded, relative_time
 from graphrunner.kernels.triton import linear_config
 from graphrunner.kernels.triton.linear_candidates import LinearProblem
 from graphrunner.kernels.triton.linear_config import LinearConfig, LinearKind, LinearShape
 from graphrunner.kernels.triton.linear_tuning import compile_linear
 from graphrunner.kernels.triton.tuned_configs import TUNED_ATTENTION
 
-NUM_REPLAYS, NUM_ROUNDS = 8, 3
-LEAST_GAIN = 0.001
+LEAST_GAIN = 0.002
 """Share of the step's time that a change must save."""
-
-
-def step_us(model: Model, step: Step) -> float:
-    """Microseconds of one replay among others, back to back as in decoding; the best of some rounds."""
-    metadata = step.metadata(model)
-    ids = torch.ones(step.num_rows, dtype=torch.int32, device=DEVICE)
-    model.forward(ids, metadata)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model.forward(ids, metadata)
-    graph.replay()
-    best = float("inf")
-    for _ in range(NUM_ROUNDS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(NUM_REPLAYS):
-            graph.replay()
-        stop.record()
-        stop.synchronize()
-        best = min(best, 1e3 * start.elapsed_time(stop) / NUM_REPLAYS)
-    return best
 
 
 class StepTuner:
@@ -67,61 +46,55 @@ class StepTuner:
         self.shape, self.step, self.model = shape, step, model
         for linear in shape.linears:  # or what is tried for more rows would stand for this row, too
             linear_config.set_config(step.linear_key(linear), step.linear_config(linear))
-        self.best_us = step_us(model, step)
+        self._in_use = recorded(model, step)
+        self.best_us = heated_us(self._in_use)
         self.rows: dict[str, tuple] = {}
 
     def tune_attention(self) -> None:
         """All cuts."""
         key = self.step.attention_key(self.shape)
-        kept = TUNED_ATTENTION.get(key)
-        trials = {}
-        for row in cuts(self.shape, self.step).values():
-            TUNED_ATTENTION[key] = row
-            trials[row] = self._try()
-        best = min(trials, key=lambda row: trials[row])
-        if self._is_better(trials[best]):
-            TUNED_ATTENTION[key] = self.rows[key] = best
-        elif kept is None:
-            del TUNED_ATTENTION[key]
-        else:
-            TUNED_ATTENTION[key] = kept
-        self._report(f"attention {kept}", trials, str)
+
+        def put(row: tuple[int, int, int, int, int] | None) -> None:
+            TUNED_ATTENTION.pop(key, None)
+            if row is not None:
+                TUNED_ATTENTION[key] = row
+
+        self._tune(f"attention {TUNED_ATTENTION.get(key)}", key, TUNED_ATTENTION.get(key),
+                   cuts(self.shape, self.step).values(), put, str, tuple)  # fmt: skip
 
     def tune_linear(self, linear: LinearShape, others: Iterable[LinearConfig]) -> None:
         """Those, against what is in use."""
-        kept, key, trials = self.step.linear_config(linear), self.step.linear_key(linear), {}
-        for other in others:
-            linear_config.set_config(key, other)
-            trials[other] = self._try()
-        linear_config.set_config(key, kept)
-        if not trials:
-            return
-        best = min(trials, key=lambda config: trials[config])
-        is_better = self._is_better(trials[best])
-        linear_config.set_config(key, best if is_better else kept)
-        if is_better:
-            self.rows[key] = linear_config.config_to_row(best)
-        self._report(
-            f"{linear.mode.name.lower()} {linear.num_outputs}x{linear.num_inputs} {short(kept)}", trials, short
-        )
+        kept, key = self.step.linear_config(linear), self.step.linear_key(linear)
+        what = f"{linear.mode.name.lower()} {linear.num_outputs}x{linear.num_inputs} {short(kept)}"
+        self._tune(what, key, kept, others, partial(linear_config.set_config, key), short, linear_config.config_to_row)
 
-    def _is_better(self, us: float) -> bool:
+    def _tune(
+        self, what: str, key: str, kept: object, others: Iterable, put: Callable, name: Callable, row_of: Callable
+    ) -> None:  # fmt: skip
+        """Try each of the others; the best stays if it is better a second time: the least of many is partly luck."""
+        trials = {}
+        for other in others:
+            put(other)
+            trials[other] = self._try()
+        put(kept)
+        ranked = sorted(trials, key=lambda other: trials[other])[:3]
+        print(f"   {what}: " + ", ".join(f"{name(other)} {trials[other]:.1f}" for other in ranked), flush=True)
+        if not ranked or trials[ranked[0]] > self.best_us * (1 - LEAST_GAIN):
+            return
+        put(ranked[0])
+        us = self._try()
         if us > self.best_us * (1 - LEAST_GAIN):
-            return False
-        self.best_us = us
-        return True
+            put(kept)
+            return
+        self._in_use, self.best_us = recorded(self.model, self.step), us
+        self.rows[key] = row_of(ranked[0])
 
     def _try(self) -> float:
         try:
-            return step_us(self.model, self.step)
+            return self.best_us * relative_time(recorded(self.model, self.step), self._in_use)
         except Exception:  # more shared memory than there is
             torch.cuda.synchronize()
             return float("inf")
-
-    @staticmethod
-    def _report(what: str, trials: dict, name: Callable[[object], str]) -> None:
-        ranked = sorted(trials, key=lambda config: trials[config])[:3]
-        print(f"   {what}: " + ", ".join(f"{name(config)} {trials[config]:.1f}" for config in ranked), flush=True)
 
 
 def short(config: LinearConfig) -> str:
@@ -138,7 +111,7 @@ def jobs(shape: Shape, steps: list[Step], is_first: bool) -> Iterator[tuple[Call
     """Everything that one pass tries, to be compiled at once."""
     for step in steps:
         for linear in shape.linears:
-            for other in contenders(linear, step) if is_first and is_large(step) else neighbours(linear, step):
+            for other in contenders(linear, step) if is_first and has_kinds(step) else neighbours(linear, step):
                 if other.kind is not LinearKind.LIBRARY:
                     problem = LinearProblem(linear, step.num_rows)
                     yield compile_linear, (problem, replace(other, programs_per_multiprocessor=1))
@@ -166,7 +139,7 @@ def tune_shape(name: str, shape: Shape, steps: list[Step], num_passes: int, pool
             if number == 0 and not is_large(step):  # else attention_tuning.py, with lengths of several kinds
                 tuner.tune_attention()
             for linear in shape.linears:
-                is_wide = number == 0 and is_large(step)
+                is_wide = number == 0 and has_kinds(step)
                 tuner.tune_linear(linear, fastest(linear, step) if is_wide else list(neighbours(linear, step)))
             print(f"   then {tuner.best_us:.1f} us", flush=True)
     del model

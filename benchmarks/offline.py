@@ -98,7 +98,7 @@ def _peer_run(batching, config: dict, prompt_lens: list[int], output_lens: list[
         assert result.error is None, result.error
         counts[result.request_id] = len(result.generated_tokens)
         if result.is_finished():
-            running.remove(result.request_id)
+            running.discard(result.request_id)
     duration_s = time.perf_counter() - start_s
     for request_id in running:
         batching.cancel_request(request_id)

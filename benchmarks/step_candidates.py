@@ -27,8 +27,8 @@ from graphrunner.kernels.triton.linear_tuning import time_config, weight_copies
 if TYPE_CHECKING:
     from benchmarks.kernel_steps import Model
 
-NUM_FASTEST = 5
-"""Configurations that are tried in a step of many rows."""
+NUM_OF_KIND = 3
+"""Configurations of each kind that are tried in a step where several kinds can be the fastest."""
 FIELDS: dict[LinearKind, dict[str, tuple[int, ...]]] = {
     LinearKind.VECTOR: {
         "programs_per_multiprocessor": (1, 2, 3, 4), "num_stages": (2, 3, 4, 5), "block_n": (1, 2, 4, 8),
@@ -116,7 +116,7 @@ def contenders(linear: LinearShape, step: Step) -> list[LinearConfig]:
 
 
 def fastest(linear: LinearShape, step: Step) -> list[LinearConfig]:
-    """The contenders that are, without what is in use; prints what the best of each kind took."""
+    """The contenders of each kind that are, without what is in use; prints what the best of each kind took."""
     problem = LinearProblem(linear, step.num_rows, DTYPE)
     weights = weight_copies(linear, DTYPE, DEVICE)
     times_us = {}
@@ -126,11 +126,11 @@ def fastest(linear: LinearShape, step: Step) -> list[LinearConfig]:
         except Exception:  # more shared memory than there is
             torch.cuda.synchronize()
     ranked = sorted(times_us, key=lambda config: times_us[config])
-    of_kind = {config.kind: f"{config.kind.value} {times_us[config]:.1f}" for config in reversed(ranked)}
-    print(
-        f"   {linear.mode.name.lower()} {linear.num_outputs}x{linear.num_inputs} alone: {', '.join(of_kind.values())}"
-    )
-    return [config for config in ranked[:NUM_FASTEST] if config != step.linear_config(linear)]
+    kinds = list(dict.fromkeys(config.kind for config in ranked))
+    chosen = {kind: [config for config in ranked if config.kind is kind][:NUM_OF_KIND] for kind in kinds}
+    name = f"{linear.mode.name.lower()} {linear.num_outputs}x{linear.num_inputs}"
+    print(f"   {name} alone: {', '.join(f'{kind.value} {times_us[chosen[kind][0]]:.1f}' for kind in kinds)}")
+    return [config for kind in kinds for config in chosen[kind] if config != step.linear_config(linear)]
 
 
 def is_large(step: Step) -> bool:

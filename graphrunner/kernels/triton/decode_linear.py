@@ -22,7 +22,6 @@ from graphrunner.kernels.triton.linear_config import (
 from graphrunner.kernels.triton.linear_kernels import (
     mma_linear_kernel,
     vector_linear_kernel,
-    warpgroup_linear_kernel,
 )
 from graphrunner.kernels.triton.norms import rms_norm
 from graphrunner.kernels.triton.sample import ArgmaxPartials, argmax_partials
@@ -85,10 +84,8 @@ def prepare_linear(
     grid = (num_programs(config, call.shape, device),)
     if config.kind is LinearKind.VECTOR:
         return runtime.Launch(vector_linear_kernel, grid, operands, settings | {"ROWS": num_rows})
-    kernel = mma_linear_kernel if config.kind is LinearKind.MMA else warpgroup_linear_kernel
-    block_b = max(8, runtime.next_power_of_2(num_rows))
-    settings |= {"BLOCK_B": block_b, "SLICES": config.slices}
-    return runtime.Launch(kernel, grid, (*operands, num_rows), settings)
+    settings |= {"BLOCK_B": max(8, runtime.next_power_of_2(num_rows)), "SLICES": config.slices}
+    return runtime.Launch(mma_linear_kernel, grid, (*operands, num_rows), settings)
 
 
 def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartials | None = None) -> None:

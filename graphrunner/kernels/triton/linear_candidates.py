@@ -9,6 +9,7 @@ from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.linear_config import (
     LIBRARY_CONFIG,
     MAX_FUSED_ROWS,
+    MAX_VECTOR_ROWS,
     LinearConfig,
     LinearKind,
     LinearMode,
@@ -42,7 +43,7 @@ def candidate_configs(problem: LinearProblem, is_exhaustive: bool = False) -> li
     """
     shape, num_rows = problem.shape, problem.num_rows
     found = [LIBRARY_CONFIG]
-    if num_rows <= 2:
+    if num_rows <= MAX_VECTOR_ROWS:
         found += _vector_candidates(problem, is_exhaustive)
     if num_rows <= MAX_FUSED_ROWS and (num_rows > 1 or shape.num_inputs <= _MAX_INPUTS_OF_ONE_ROW_MMA):
         found += _tensor_core_candidates(problem, is_exhaustive)
@@ -81,21 +82,14 @@ def _vector_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[Line
 
 
 def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list[LinearConfig]:
-    """Tiles of the tensor-core kernels; few turns of the loop win, for each waits for its rows of x."""
+    """Slices of K side by side in a program; few turns of the loop win, for each waits for its rows of x."""
     halves, num_inputs = 2 if problem.shape.mode is LinearMode.GATED else 1, problem.shape.num_inputs
     if is_exhaustive:
-        tiles = [
-            (slices, block_n, block_k, num_stages)
-            for slices, block_n, block_k, num_stages in itertools.product(
-                (1, 2, 4, 8, 16), (16, 32, 64, 128), (64, 128, 256), (3, 4, 6)
-            )
-            if (block_n >= 64) == (slices == 1)
-        ]
+        tiles = list(itertools.product((2, 4, 8, 16), (16, 32), (64, 128, 256), (3, 4, 6)))
     else:
         tiles = [
             (4, 16, 256, 3), (4, 16, 256, 6), (8, 16, 256, 3), (8, 16, 128, 4), (4, 32, 64, 4), (4, 32, 128, 4),
-            (8, 32, 64, 4), (4, 16, 128, 4), (8, 16, 64, 4), (16, 16, 64, 3), (16, 16, 128, 3), (1, 64, 128, 4),
-            (1, 64, 256, 3), (1, 128, 128, 3),
+            (8, 32, 64, 4), (4, 16, 128, 4), (8, 16, 64, 4), (16, 16, 64, 3), (16, 16, 128, 3),
         ]  # fmt: skip
     found = []
     for slices, block_n, block_k, most_stages in tiles:
@@ -105,8 +99,7 @@ def _tensor_core_candidates(problem: LinearProblem, is_exhaustive: bool) -> list
         num_stages = min(most_stages, turns + 1)
         ring = slices * block_n * halves * block_k * problem.dtype.itemsize * num_stages
         if ring <= _MAX_RING_BYTES and (ring >= 2 * _MIN_RING_BYTES or num_stages > turns):
-            kind = LinearKind.WARPGROUP if slices == 1 else LinearKind.MMA
-            found.append(LinearConfig(kind, block_n, block_k, slices, max(slices, 4), num_stages))
+            found.append(LinearConfig(LinearKind.MMA, block_n, block_k, slices, max(slices, 4), num_stages))
     return found
 
 

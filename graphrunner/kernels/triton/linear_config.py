@@ -16,7 +16,7 @@ from graphrunner.kernels.triton.tuned_configs import TUNED_LINEAR
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 MAX_FUSED_ROWS = 16
 MAX_SKINNY_ROWS = ROW_BUCKETS[-1]
-_MAX_VECTOR_ROWS = 4
+MAX_VECTOR_ROWS = 4
 _MIN_BLOCK_K = 64
 _COLUMNS_OF_16_BYTES = 8
 _MAX_CHUNKS = 16  # of a row, which the vector kernel keeps in registers
@@ -40,7 +40,6 @@ class LinearKind(StrEnum):
 
     VECTOR = "vector"  # CUDA cores
     MMA = "mma"  # tensor cores, slices of K side by side
-    WARPGROUP = "warpgroup"  # tensor cores, 2-D tiles
     SKINNY = "skinny"  # tensor cores, K cut among programs; the norm is a kernel of its own
     LIBRARY = "library"  # cuBLAS, with kernels of their own around it
 
@@ -113,7 +112,7 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
         return False  # Triton's tiles have powers of two as sides
     if config.kind is LinearKind.VECTOR:
         fits = shape.num_outputs % config.block_n == 0 and runtime.cdiv(shape.num_inputs, config.block_k) <= _MAX_CHUNKS
-        return fits and num_rows <= _MAX_VECTOR_ROWS
+        return fits and num_rows <= MAX_VECTOR_ROWS
     if config.kind is LinearKind.SKINNY:
         fits = shape.num_inputs % (config.slices * config.block_k) == 0
         return (
@@ -122,8 +121,6 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
             and num_rows <= MAX_SKINNY_ROWS
             and not (config.slices > 1 and shape.mode is LinearMode.ARGMAX)
         )
-    if config.kind is LinearKind.WARPGROUP and shape.num_inputs % config.block_k != 0:
-        return False
     return dtype.itemsize == 2 and num_rows <= MAX_FUSED_ROWS and config.block_n >= 16
 
 

@@ -172,7 +172,7 @@ def vector_linear_kernel(
 
 
 @triton.jit
-def _weighted(x, norm_weight, dtype: tl.constexpr):
+def weighted(x, norm_weight, dtype: tl.constexpr):
     """x times the norm weight along its last axis, rounded to the weight's dtype for the tensor cores."""
     return (x.to(tl.float32) * norm_weight.to(tl.float32)).to(dtype)
 
@@ -265,7 +265,7 @@ def mma_linear_kernel(
         operand = x
         if HAS_NORM:
             squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 2)
-            operand = _weighted(x, g[:, None, :], dtype)
+            operand = weighted(x, g[:, None, :], dtype)
         operand = tl.permute(operand, (0, 2, 1))
         if i + 1 < TURNS:
             after = here + BLOCK_K
@@ -278,56 +278,4 @@ def mma_linear_kernel(
     mma_epilogue(
         tl.sum(acc, 0), tl.sum(up_acc, 0), tl.sum(squares, 0), n, b, tl.program_id(0), tl.num_programs(0), bias_ptr,
         residual_ptr, out_ptr, value_ptr, index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["ROWS"])
-def warpgroup_linear_kernel(
-    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, N, eps, ROWS,
-    K: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Tensor-core version with a 2-D dot (Hopper's warpgroup products when BLOCK_N >= 64); SLICES is 1."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    b = tl.arange(0, BLOCK_B)
-    k = tl.arange(0, BLOCK_K)
-    TURNS: tl.constexpr = K // BLOCK_K
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    weight_offsets = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    x_offsets = b[:, None] * K + k[None, :]
-    is_row = (b < ROWS)[:, None]
-    up_ptr = weight_ptr + N.to(tl.int64) * K
-    acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    squares = tl.zeros([BLOCK_B], tl.float32)
-    x = tl.zeros([BLOCK_B, BLOCK_K], dtype)
-    g = tl.zeros([BLOCK_K], tl.float32)
-    if HAS_NORM:
-        g = tl.load(norm_weight_ptr + k).to(tl.float32)
-    for i in tl.range(0, TURNS, num_stages=STAGES):
-        w = tl.load(weight_ptr + weight_offsets + i * BLOCK_K)
-        if MODE == MODE_GATED:
-            w_up = tl.load(up_ptr + weight_offsets + i * BLOCK_K)
-        if i == 0:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                if TRIGGER == 1:
-                    tl.extra.cuda.gdc_launch_dependents()
-            x = tl.load(x_ptr + x_offsets, mask=is_row, other=0.0)
-        operand = x
-        if HAS_NORM:
-            squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-            operand = _weighted(x, g[None, :], dtype)
-        operand = tl.trans(operand)
-        if i + 1 < TURNS:
-            x = tl.load(x_ptr + x_offsets + (i + 1) * BLOCK_K, mask=is_row, other=0.0)
-            if HAS_NORM:
-                g = tl.load(norm_weight_ptr + (i + 1) * BLOCK_K + k).to(tl.float32)
-        acc = tl.dot(w, operand, acc, input_precision="ieee")
-        if MODE == MODE_GATED:
-            up_acc = tl.dot(w_up, operand, up_acc, input_precision="ieee")
-    mma_epilogue(
-        acc, up_acc, squares, n, b, tl.program_id(0), tl.num_programs(0), bias_ptr, residual_ptr, out_ptr, value_ptr,
-        index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
     )  # fmt: skip

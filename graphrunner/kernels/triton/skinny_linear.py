@@ -2,12 +2,11 @@
 
 A skinny product (many weights, few rows) is bound by reading the weight, which needs every multiprocessor busy with
 many loads in flight. Tiles tall enough for few re-reads of x are too few to fill the card, so K is cut into splits;
-the last program of a tile to arrive adds the others' partial sums in the order of the splits, whatever the order of
-arrival, and finishes the tile. Before the wait for the previous kernel a program asks L2 for the first columns of its
-weight tile (see linear_kernels, Note [weights before wait]).
+the last program of a tile to arrive adds the sums of all and finishes it (see split_sums). Before the wait for the
+previous kernel a program asks L2 for the first columns of its weight tile (see linear_kernels, Note [weights before
+wait]).
 
 Shape legend: B rows of x, K input width, N output width, S splits.
-Source: split-K with a semaphore, as in CUTLASS's serial split-K reduction.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -15,7 +14,6 @@ Source: split-K with a semaphore, as in CUTLASS's serial split-K reduction.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphrunner.kernels.triton import runtime
@@ -24,22 +22,7 @@ from graphrunner.kernels.triton.linear_call import LinearCall
 from graphrunner.kernels.triton.linear_config import LinearConfig, LinearMode
 from graphrunner.kernels.triton.linear_kernels import MODE_GATED, mma_epilogue
 from graphrunner.kernels.triton.sample import ArgmaxPartials
-
-
-@triton.jit
-def _store_part(part_ptr, acc, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
-    tl.store(part_ptr + place, acc)
-
-
-@triton.jit
-def _sum_parts(part_ptr, step, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The parts, `step` elements apart, added in the order of the splits."""
-    place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
-    total = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    for s in tl.range(SPLITS):
-        total += tl.load(part_ptr + s * step + place, cache_modifier=".cg")
-    return total
+from graphrunner.kernels.triton.split_sums import is_last_to_arrive, split_buffers, store_part, sum_parts
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -112,23 +95,22 @@ def skinny_linear_kernel(
         cell = tile * tl.num_programs(0) + tl.program_id(0)
         cell_ptr = partial_ptr + cell.to(tl.int64) * (SPLITS * HALVES * SIZE)
         own_ptr = cell_ptr + split * (HALVES * SIZE)
-        _store_part(own_ptr, acc, BLOCK_N, BLOCK_B)
+        store_part(own_ptr, acc, BLOCK_N, BLOCK_B)
         if TAIL > 0:
-            _store_part(own_ptr + MAIN, tail_acc, BLOCK_N, TAIL_B)
+            store_part(own_ptr + MAIN, tail_acc, BLOCK_N, TAIL_B)
         if IS_GATED:
-            _store_part(own_ptr + SIZE, up_acc, BLOCK_N, BLOCK_B)
+            store_part(own_ptr + SIZE, up_acc, BLOCK_N, BLOCK_B)
             if TAIL > 0:
-                _store_part(own_ptr + SIZE + MAIN, tail_up_acc, BLOCK_N, TAIL_B)
-        tl.debug_barrier()  # every thread's partial sums are written before this program says so
-        is_last = tl.atomic_add(arrived_ptr + cell, 1, sem="acq_rel") == SPLITS - 1
+                store_part(own_ptr + SIZE + MAIN, tail_up_acc, BLOCK_N, TAIL_B)
+        is_last = is_last_to_arrive(arrived_ptr + cell, SPLITS)
         if is_last:
-            acc = _sum_parts(cell_ptr, HALVES * SIZE, SPLITS, BLOCK_N, BLOCK_B)
+            acc = sum_parts(cell_ptr, HALVES * SIZE, SPLITS, BLOCK_N, BLOCK_B)
             if TAIL > 0:
-                tail_acc = _sum_parts(cell_ptr + MAIN, HALVES * SIZE, SPLITS, BLOCK_N, TAIL_B)
+                tail_acc = sum_parts(cell_ptr + MAIN, HALVES * SIZE, SPLITS, BLOCK_N, TAIL_B)
             if IS_GATED:
-                up_acc = _sum_parts(cell_ptr + SIZE, HALVES * SIZE, SPLITS, BLOCK_N, BLOCK_B)
+                up_acc = sum_parts(cell_ptr + SIZE, HALVES * SIZE, SPLITS, BLOCK_N, BLOCK_B)
                 if TAIL > 0:
-                    tail_up_acc = _sum_parts(cell_ptr + SIZE + MAIN, HALVES * SIZE, SPLITS, BLOCK_N, TAIL_B)
+                    tail_up_acc = sum_parts(cell_ptr + SIZE + MAIN, HALVES * SIZE, SPLITS, BLOCK_N, TAIL_B)
             tl.store(arrived_ptr + cell, 0)  # ready for the next product
     if is_last:
         mma_epilogue(
@@ -150,6 +132,7 @@ def prepare_skinny(
     num_rows, shape = call.x.shape[0], call.shape
     block_b, tail = row_block(config, num_rows), row_tail(config, num_rows)
     grid = skinny_grid(config, shape.num_outputs, num_rows)
+    tile_size = config.block_n * (block_b + tail) * (2 if call.mode is LinearMode.GATED else 1)
     is_described = config.is_described and runtime.has_tensor_descriptors(device)
     x = x_tail = call.x
     weight = call.weight
@@ -168,7 +151,7 @@ def prepare_skinny(
         call.out,
         partials.values if partials is not None else unread,
         partials.indices if partials is not None else unread,
-        *_split_buffers(config, 2 if call.mode is LinearMode.GATED else 1, grid, num_rows, call.x),
+        *split_buffers(config.slices, tile_size, grid[0] * grid[1], call.x),
         shape.num_outputs,
         num_rows,
     )
@@ -212,23 +195,6 @@ def skinny_grid(config: LinearConfig, num_outputs: int, num_rows: int) -> tuple[
     """Programs: blocks of rows, tiles of N, splits of K."""
     rows_each = row_block(config, num_rows) + row_tail(config, num_rows)
     return runtime.cdiv(num_rows, rows_each), runtime.cdiv(num_outputs, config.block_n), config.slices
-
-
-def _split_buffers(config: LinearConfig, halves: int, grid: tuple[int, int, int], num_rows: int, like: Tensor):
-    """Partial sums and arrival counters of one product; `like` twice when K is not cut.
-
-    Args:
-        halves: 2 for a gated product.
-        grid: see skinny_grid.
-        like: any tensor on the device the product runs on.
-    """
-    row_blocks, tiles, splits = grid
-    if splits == 1:
-        return like, like
-    rows_each = row_block(config, num_rows) + row_tail(config, num_rows)
-    size = tiles * row_blocks * splits * halves * config.block_n * rows_each
-    partial = torch.empty(size, dtype=torch.float32, device=like.device)
-    return partial, runtime.arrival_counters(like.device, tiles * row_blocks)
 
 
 def _ask_ahead_bytes(config: LinearConfig, slice_bytes: int, device: torch.device) -> str:

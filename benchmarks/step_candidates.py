@@ -41,6 +41,7 @@ FIELDS: dict[LinearKind, dict[str, tuple[int, ...]]] = {
     LinearKind.SKINNY: {
         "block_n": (64, 128), "block_k": (64, 128), "slices": (1, 2, 4), "num_warps": (4, 8),
         "num_stages": (3, 4, 5, 6, 8), "ahead_bytes": (0, 256, 512, 1024, 2048), "block_b": (64, 128, 256),
+        "fuses_norm": (False, True),
     },
 }  # fmt: skip
 ATTENTION_TILES = ((32, 2, 2), (32, 4, 2), (64, 2, 2), (64, 4, 2), (128, 4, 2))

@@ -103,8 +103,8 @@ def short(config: LinearConfig) -> str:
         config.block_n, config.block_k, config.slices, config.num_warps, config.num_stages,
         config.programs_per_multiprocessor, config.trigger, config.block_b, config.ahead_bytes,
     )  # fmt: skip
-    described = " described" if config.is_described else ""
-    return f"{config.kind.value} {'/'.join(map(str, fields))}{described}"
+    flags = [name for name in ("is_described", "has_tail", "fuses_norm") if getattr(config, name)]
+    return " ".join([config.kind.value, "/".join(map(str, fields)), *flags])
 
 
 def jobs(shape: Shape, steps: list[Step], is_first: bool) -> Iterator[tuple[Callable, tuple]]:

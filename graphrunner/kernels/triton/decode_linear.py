@@ -44,7 +44,7 @@ def prepare_linear(
     """The launch of one kernel; config.kind is not LIBRARY.
 
     Args:
-        call: operands; meta tensors do for compiling. SKINNY takes x already normalised.
+        call: operands; meta tensors do for compiling. SKINNY takes x already normalised unless it fuses_norm.
         config: which kernel, with which tiles.
         device: where it will run.
         partials: written by ARGMAX.
@@ -93,7 +93,7 @@ def launch_linear(call: LinearCall, config: LinearConfig, partials: ArgmaxPartia
 
     In graph: yes. Sync: none. Aliasing: call.out may be call.residual.
     """
-    if config.kind is LinearKind.SKINNY and call.norm_weight is not None:
+    if config.kind is LinearKind.SKINNY and call.norm_weight is not None and not config.fuses_norm:
         call = replace(call, x=rms_norm(call.x, call.norm_weight, call.eps), norm_weight=None)
     prepare_linear(call, config, call.x.device, partials).run()
 

@@ -20,6 +20,7 @@ from graphrunner.kernels.triton.linear_config import (
 from graphrunner.kernels.triton.skinny_linear import row_tail
 
 _MIN_RING_BYTES, _MAX_RING_BYTES = 16 << 10, 208 << 10
+_MAX_NORMED_ROWS = 64  # each program normalises all of them
 _AHEAD_BYTES = 1024
 _MAX_INPUTS_OF_ONE_ROW_MMA = 2048  # one turn of the loop
 
@@ -51,6 +52,8 @@ def candidate_configs(problem: LinearProblem, is_exhaustive: bool = False) -> li
         found += _skinny_candidates(problem, is_exhaustive)
     if num_rows > MAX_FUSED_ROWS:
         found += _described_candidates(problem)
+    if 4 < num_rows <= _MAX_NORMED_ROWS:
+        found += [replace(config, fuses_norm=True) for config in found if config.kind is LinearKind.SKINNY]
     return [config for config in dict.fromkeys(found) if is_valid(config, shape, num_rows, problem.dtype)]
 
 

@@ -70,6 +70,7 @@ class LinearConfig:
         has_fixed_rows: tiles of `block_b` rows however few there are (SKINNY only).
         is_described: tiles are loaded through tensor descriptors, where the device has them (SKINNY only).
         has_tail: a program takes up to twice `block_b` rows, in two tiles of as few rows as do (SKINNY only).
+        fuses_norm: each program normalises its rows of x, which no kernel has done before (SKINNY only).
     """
 
     kind: LinearKind
@@ -85,6 +86,7 @@ class LinearConfig:
     has_fixed_rows: bool = False
     is_described: bool = False
     has_tail: bool = False
+    fuses_norm: bool = False
 
 
 LIBRARY_CONFIG = LinearConfig(LinearKind.LIBRARY)
@@ -114,12 +116,14 @@ def is_valid(config: LinearConfig, shape: LinearShape, num_rows: int, dtype: tor
         fits = shape.num_outputs % config.block_n == 0 and runtime.cdiv(shape.num_inputs, config.block_k) <= _MAX_CHUNKS
         return fits and num_rows <= MAX_VECTOR_ROWS
     if config.kind is LinearKind.SKINNY:
-        fits = shape.num_inputs % (config.slices * config.block_k) == 0
+        fits = shape.num_inputs % (config.slices * config.block_k) == 0 and num_rows <= MAX_SKINNY_ROWS
+        needs_all_of_k = shape.mode is LinearMode.ARGMAX or config.fuses_norm
+        has_no_norm = shape.mode is LinearMode.RESIDUAL
         return (
             dtype.itemsize == 2
             and fits
-            and num_rows <= MAX_SKINNY_ROWS
-            and not (config.slices > 1 and shape.mode is LinearMode.ARGMAX)
+            and not (config.slices > 1 and needs_all_of_k)
+            and not (config.fuses_norm and has_no_norm)
         )
     return dtype.itemsize == 2 and num_rows <= MAX_FUSED_ROWS and config.block_n >= 16
 

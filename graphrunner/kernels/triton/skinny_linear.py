@@ -4,7 +4,7 @@ A skinny product (many weights, few rows) is bound by reading the weight, which 
 many loads in flight. Tiles tall enough for few re-reads of x are too few to fill the card, so K is cut into splits;
 the last program of a tile to arrive adds the sums of all and finishes it (see split_sums). Before the wait for the
 previous kernel a program asks L2 for the first columns of its weight tile (see linear_kernels, Note [weights before
-wait]).
+wait]). Few rows may be normalised by each program that multiplies them, which saves a kernel.
 
 Shape legend: B rows of x, K input width, N output width, S splits.
 """
@@ -20,23 +20,32 @@ from graphrunner.kernels.triton import runtime
 from graphrunner.kernels.triton.ask_l2 import ask_l2
 from graphrunner.kernels.triton.linear_call import LinearCall
 from graphrunner.kernels.triton.linear_config import LinearConfig, LinearMode
-from graphrunner.kernels.triton.linear_kernels import MODE_GATED, mma_epilogue
+from graphrunner.kernels.triton.linear_kernels import MODE_GATED, mma_epilogue, weighted
 from graphrunner.kernels.triton.sample import ArgmaxPartials
 from graphrunner.kernels.triton.split_sums import is_last_to_arrive, split_buffers, store_part, sum_parts
 
 
+@triton.jit
+def _row_squares(x):
+    """Sums of the squares of rows, in float32."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, 1)
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def skinny_linear_kernel(
-    x, x_tail, weight, weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, partial_ptr, arrived_ptr, N,
-    ROWS, K: tl.constexpr, BLOCK_B: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    AHEAD: tl.constexpr, IS_DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+    x, x_tail, weight, weight_ptr, norm_weight_ptr, bias_ptr, residual_ptr, out_ptr, value_ptr, index_ptr, partial_ptr,
+    arrived_ptr, N, eps, ROWS, K: tl.constexpr, BLOCK_B: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, IS_GELU: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr, IS_DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One (block of rows, tile of N, split of K): programs side by side share the weight tile.
 
     x, x_tail and weight are pointers, or tensor descriptors where IS_DESCRIBED; weight_ptr is a pointer always. TAIL
-    more rows of x, where there are any, are multiplied with the same weight tile: 160 rows are 128 and 32.
+    more rows of x, where there are any, are multiplied with the same weight tile: 160 rows are 128 and 32. With
+    HAS_NORM each program normalises the rows that it multiplies, and SPLITS is 1: it sees all of K.
     """
+    tl.static_assert(SPLITS == 1 or not HAS_NORM)
     first_row = tl.program_id(0) * (BLOCK_B + TAIL)
     tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -61,6 +70,8 @@ def skinny_linear_kernel(
     up_acc = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     tail_acc = tl.zeros([BLOCK_N, TAIL_B], tl.float32)
     tail_up_acc = tl.zeros([BLOCK_N, TAIL_B], tl.float32)
+    squares = tl.zeros([BLOCK_B], tl.float32)
+    tail_squares = tl.zeros([TAIL_B], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -72,12 +83,19 @@ def skinny_linear_kernel(
         else:
             w_tile = tl.load(weight + weight_offsets + i * BLOCK_K)
             x_tile = tl.load(x + x_offsets + i * BLOCK_K, mask=(b < ROWS)[:, None], other=0.0)
+        if HAS_NORM:
+            g = tl.load(norm_weight_ptr + i * BLOCK_K + tl.arange(0, BLOCK_K))
+            squares += _row_squares(x_tile)
+            x_tile = weighted(x_tile, g[None, :], x_tile.dtype)
         acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
         if TAIL > 0:
             if IS_DESCRIBED:
                 x_last = x_tail.load([first_row + BLOCK_B, column])
             else:
                 x_last = tl.load(x_tail + tail_offsets + i * BLOCK_K, mask=(b_tail < ROWS)[:, None], other=0.0)
+            if HAS_NORM:
+                tail_squares += _row_squares(x_last)
+                x_last = weighted(x_last, g[None, :], x_last.dtype)
             tail_acc = tl.dot(w_tile, tl.trans(x_last), tail_acc, input_precision="ieee")
         if IS_GATED:
             if IS_DESCRIBED:
@@ -114,20 +132,20 @@ def skinny_linear_kernel(
             tl.store(arrived_ptr + cell, 0)  # ready for the next product
     if is_last:
         mma_epilogue(
-            acc, up_acc, 1.0, n, b, tile, tl.num_programs(1), bias_ptr, residual_ptr, out_ptr, value_ptr,
-            index_ptr, N, 0.0, ROWS, K, MODE, IS_GELU, False, HAS_BIAS,
+            acc, up_acc, squares, n, b, tile, tl.num_programs(1), bias_ptr, residual_ptr, out_ptr, value_ptr,
+            index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
         )  # fmt: skip
         if TAIL > 0:
             mma_epilogue(
-                tail_acc, tail_up_acc, 1.0, n, b_tail, tile, tl.num_programs(1), bias_ptr, residual_ptr, out_ptr,
-                value_ptr, index_ptr, N, 0.0, ROWS, K, MODE, IS_GELU, False, HAS_BIAS,
+                tail_acc, tail_up_acc, tail_squares, n, b_tail, tile, tl.num_programs(1), bias_ptr, residual_ptr,
+                out_ptr, value_ptr, index_ptr, N, eps, ROWS, K, MODE, IS_GELU, HAS_NORM, HAS_BIAS,
             )  # fmt: skip
 
 
 def prepare_skinny(
     call: LinearCall, config: LinearConfig, device: torch.device, partials: ArgmaxPartials | None
 ) -> runtime.Launch:
-    """The launch of the kernel; `call.x` is normalised already. Args as decode_linear.prepare_linear."""
+    """The launch of the kernel; `call.x` is normalised already unless config.fuses_norm. Args: decode_linear's."""
     assert call.x.is_contiguous() and call.weight.is_contiguous() and call.out.is_contiguous()
     num_rows, shape = call.x.shape[0], call.shape
     block_b, tail = row_block(config, num_rows), row_tail(config, num_rows)
@@ -140,12 +158,13 @@ def prepare_skinny(
         x = TensorDescriptor.from_tensor(call.x, [block_b, config.block_k])
         x_tail = TensorDescriptor.from_tensor(call.x, [tail, config.block_k]) if tail else x
         weight = TensorDescriptor.from_tensor(call.weight, [config.block_n, config.block_k])
-    unread = call.out
+    unread, has_norm = call.out, config.fuses_norm and call.norm_weight is not None
     operands = (
         x,
         x_tail,
         weight,
         call.weight,
+        call.norm_weight if has_norm else unread,
         call.bias if call.bias is not None else unread,
         call.residual if call.residual is not None else unread,
         call.out,
@@ -153,6 +172,7 @@ def prepare_skinny(
         partials.indices if partials is not None else unread,
         *split_buffers(config.slices, tile_size, grid[0] * grid[1], call.x),
         shape.num_outputs,
+        call.eps,
         num_rows,
     )
     pdl = runtime.use_dependent_launch(device)
@@ -166,6 +186,7 @@ def prepare_skinny(
         "STAGES": config.num_stages,
         "MODE": int(call.mode),
         "IS_GELU": call.is_gelu,
+        "HAS_NORM": has_norm,
         "HAS_BIAS": call.bias is not None,
         "AHEAD": _ask_ahead_bytes(config, shape.num_inputs // config.slices * call.weight.element_size(), device),
         "IS_DESCRIBED": is_described,

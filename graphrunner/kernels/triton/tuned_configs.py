@@ -1,8 +1,8 @@
 """Configurations measured on real cards, by benchmarks/kernel_steps.py --tune and benchmarks/step_tuning.py."""
 
 # key: see linear_config.config_key. Row: kind, block_n, block_k, slices, num_warps, num_stages,
-# programs_per_multiprocessor, trigger, block_b, ahead_bytes, has_fixed_rows, is_described, has_tail; what is left out
-# has its default.
+# programs_per_multiprocessor, trigger, block_b, ahead_bytes, has_fixed_rows, is_described, has_tail,
+# fuses_norm; what is left out has its default.
 TUNED_LINEAR: dict[str, tuple[str | int, ...]] = {
     "sm90x132/16bit/argmax/49152x576/rows1": ("vector", 16, 512, 1, 8, 3, 3, 1),
     "sm90x132/16bit/argmax/49152x576/rows4": ("library", 1, 1024, 1, 4, 3, 2, 1),

@@ -101,6 +101,15 @@ def test_skinny_kernel_matches_twin(mode, num_rows, config, is_described, device
         _check(_call(mode, num_rows, torch.bfloat16, device, mode is not LinearMode.RESIDUAL, has_bias), config)
 
 
+@pytest.mark.parametrize("mode", [LinearMode.PLAIN, LinearMode.GATED, LinearMode.ARGMAX])
+@pytest.mark.parametrize("num_rows", [5, 33])
+@pytest.mark.parametrize("is_described", [False, True], ids=["pointers", "descriptors"])
+def test_skinny_kernel_normalises_its_own_rows(mode, num_rows, is_described, device):
+    """33 rows: a block and its tail."""
+    config = replace(TAILED, slices=1, fuses_norm=True, is_described=is_described)
+    _check(_call(mode, num_rows, torch.bfloat16, device, True, mode is LinearMode.PLAIN), config)
+
+
 def test_counters_of_a_split_product_are_not_made_in_a_recording(monkeypatch):
     runtime._arrivals.cache_clear()
     with monkeypatch.context() as patch:

@@ -197,7 +197,11 @@ class ModelRunner:
             round_ = DraftRound(
                 batch, loaded.batch, num_drafts, token_ids, num_new, output.hidden_states, output.aux_hidden_states
             )
-            speculation.propose(round_)
+            try:
+                speculation.propose(round_)
+            except Exception as error:
+                speculation.give_up(error)
+                num_drafts = None
         speculation.took_step(batch, num_drafts)
         return num_drafts or 0
 

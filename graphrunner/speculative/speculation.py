@@ -101,10 +101,8 @@ class Speculation:
         try:
             proposed = proposer.propose(sequences)
             self._check_drafts(proposed, len(sequences))
-        except Exception as error:  # drafts may cost time, and no request
-            self._is_broken = True
-            named = f"{type(error).__name__}: {error}"
-            log.warning("speculation (%s) is off from here on: %s", self._method, named, exc_info=True)
+        except Exception as error:
+            self.give_up(error)
             return None
         drafts: list[Sequence[int]] = [()] * len(rows)
         for place, sequence, token_ids in zip(asked, sequences, proposed, strict=True):
@@ -119,6 +117,12 @@ class Speculation:
             if len(token_ids) and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
                 raise ValueError(f"drafts {[*token_ids]}: token ids go from 0 to {self._vocab_size - 1}")
 
+    def give_up(self, error: Exception) -> None:
+        """Do without a proposer that is broken, from inside the handler of its error: drafts may cost no request."""
+        self._is_broken = True
+        named = f"{type(error).__name__}: {error}"
+        log.warning("speculation (%s) is off from here on: %s", self._method, named, exc_info=True)
+
     def filled_len(self, request: Request) -> int:
         """See `DraftPlanner.filled_len`."""
         filled_len = None if self._missed is None else self._missed.filled_len(request.row)
@@ -127,7 +131,11 @@ class Speculation:
     def take_rows(self, batch: ScheduledBatch) -> None:
         """Let go of what belonged to earlier owners of the step's new rows."""
         if batch.row_inits:
-            self.proposer.take_rows(batch.row_inits)
+            if not self._is_broken:
+                try:
+                    self.proposer.take_rows(batch.row_inits)
+                except Exception as error:
+                    self.give_up(error)
             for init in batch.row_inits:
                 self.controller.forget(init.row)
             if self._missed is not None:
@@ -135,7 +143,7 @@ class Speculation:
 
     def num_drafts_after(self, batch: ScheduledBatch) -> int | None:
         """How many drafts a device proposer is to leave after a step, 0 to only take its tokens in; None: no call."""
-        if not self.has_device_drafts:
+        if not self.has_device_drafts or self._is_broken:
             return None
         rows = _sampled_rows(batch)
         width = self.controller.choose_width(rows, [self._max_drafts] * len(rows))

@@ -51,6 +51,34 @@ def test_it_is_asked_no_more_and_every_request_goes_on(
     pool_check(llm)
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("method", ["take_rows", "propose"])
+@pytest.mark.parametrize("num_good_calls", [0, 1])
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "told beside"])
+def test_wherever_it_raises_its_drafts_are_all_that_is_lost(
+    make_llm, solo, monkeypatch, caplog, place: str, method: str, num_good_calls: int, overlap: bool
+) -> None:
+    config = {"method": "oracle", "model": f"{place}:right", "num_speculative_tokens": 3, "adaptive": False}
+    llm = make_llm(speculative_config=config, overlap=overlap, max_num_seqs=2)
+    kind = {"host": oracle.HostOracle, "device": oracle.DeviceOracle}[place]
+    works, calls = getattr(kind, method), []
+
+    def broken(self: object, argument: object) -> object:
+        calls.append(argument)
+        if len(calls) > num_good_calls:
+            raise RuntimeError("no more")
+        return works(self, argument)
+
+    monkeypatch.setattr(kind, method, broken)
+    prompts = prompts_of([9, 20, 5, 12])
+    with caplog.at_level(logging.WARNING, logger="graphrunner"):
+        assert generate(llm, prompts, greedy(12)) == [solo(prompt, 12) for prompt in prompts]
+    assert len(calls) == num_good_calls + 1
+    (record,) = caplog.records
+    assert record.getMessage() == "speculation (oracle) is off from here on: RuntimeError: no more"
+    pool_check(llm)
+
+
 def test_drafts_past_those_asked_for_are_cut_off(make_llm, solo, monkeypatch) -> None:
     llm = make_llm(speculative_config={"method": "oracle", "num_speculative_tokens": 2, "adaptive": False})
     monkeypatch.setattr(oracle.HostOracle, "propose", lambda self, sequences: [[5] * 40 for _ in sequences])

@@ -120,6 +120,7 @@ class Speculation:
     def give_up(self, error: Exception) -> None:
         """Do without a proposer that is broken, from inside the handler of its error: drafts may cost no request."""
         self._is_broken = True
+        self._missed, self.num_lookahead = None, 0  # nobody reads or writes KV of its own from here on
         named = f"{type(error).__name__}: {error}"
         log.warning("speculation (%s) is off from here on: %s", self._method, named, exc_info=True)
 

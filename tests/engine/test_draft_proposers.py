@@ -359,6 +359,37 @@ def test_later_requests_do_not_find_what_a_draft_missed(engines, plain, draft: s
     pool_check(llm)
 
 
+@pytest.mark.parametrize("draft", ["eagle1", "mtp-deepseek"])
+@pytest.mark.parametrize("num_good_calls", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "told beside"])
+def test_what_a_broken_draft_misses_is_shared(
+    engines, plain, draft: str, num_good_calls: int, overlap: bool, monkeypatch
+) -> None:
+    """Nobody reads its KV again, so answers go to the prefix cache as if there were none, before and after a sleep."""
+    llm = engines("rich", draft, page_size=4, overlap=overlap)
+    speculation = llm.engine.core.model_runner._speculation
+    works, calls = speculation.proposer.propose, []
+
+    def broken(round_: object) -> None:
+        calls.append(round_)
+        if len(calls) > num_good_calls:
+            raise RuntimeError("no more")
+        works(round_)
+
+    monkeypatch.setattr(speculation.proposer, "propose", broken)
+    (prompt,) = prompts_of([9])
+    for num_cached in (0, 24, 40):
+        (done,) = llm.generate([{"prompt_token_ids": prompt}], greedy(16), use_tqdm=False)
+        assert tokens(done) == plain("rich", [prompt], 16)[0] and done.num_cached_tokens == num_cached
+        assert len(calls) == num_good_calls + 1 and speculation.num_lookahead == 0
+        prompt = prompt + tokens(done)
+    llm.engine.sleep()
+    llm.engine.wake()
+    assert generate(llm, [prompt], greedy(4)) == plain("rich", [prompt], 4)
+    assert len(calls) == num_good_calls + 1
+    pool_check(llm)
+
+
 def is_filled(llm: LLM, row: int) -> bool:
     """Whether the draft's own KV of a row holds numbers, up to the newest token but one."""
     table = llm.engine.core.model_runner.request_table

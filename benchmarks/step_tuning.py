@@ -142,8 +142,6 @@ def tune_shape(name: str, shape: Shape, steps: list[Step], num_passes: int, pool
                 is_wide = number == 0 and has_kinds(step)
                 tuner.tune_linear(linear, fastest(linear, step) if is_wide else list(neighbours(linear, step)))
             print(f"   then {tuner.best_us:.1f} us", flush=True)
-    del model
-    torch.cuda.empty_cache()
     return {key: row for tuner in tuners for key, row in tuner.rows.items()}
 
 
@@ -169,6 +167,7 @@ def main() -> None:
         for name, steps in plan:
             for key, row in tune_shape(name, Shape.of(MODELS[name]), steps, arguments.passes, pool).items():
                 print(f'    "{key}": {row},')
+            torch.cuda.empty_cache()  # of the shape's weights and recordings, which are gone
             print(f"   at {time.time() - start_s:.0f} s", flush=True)
 
 

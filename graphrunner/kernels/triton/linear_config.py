@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -40,7 +39,7 @@ class LinearKind(StrEnum):
 
     VECTOR = "vector"  # CUDA cores
     MMA = "mma"  # tensor cores, slices of K side by side
-    SKINNY = "skinny"  # tensor cores, K cut among programs; the norm is a kernel of its own
+    SKINNY = "skinny"  # tensor cores, K cut among programs; the norm is mostly a kernel of its own
     LIBRARY = "library"  # cuBLAS, with kernels of their own around it
 
 
@@ -214,7 +213,9 @@ def _default_skinny(shape: LinearShape, num_rows: int, block_k: int, num_multipr
 
 
 def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> LinearConfig:
-    """The configuration to run: tuned by the user, else shipped, else the default.
+    """The configuration to run: measured at this number of rows, or at the next larger one that was; else the default.
+
+    At each number of rows the user's measurement goes before the shipped one.
 
     Args:
         shape: mode and sizes of the weight.
@@ -222,27 +223,18 @@ def select_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device:
         dtype: of x and the weight.
         device: where it runs.
     """
-    if num_rows > MAX_SKINNY_ROWS:
-        return LIBRARY_CONFIG
-    tuned = _measured_config(_overrides, shape, num_rows, dtype, device) if _overrides else None
-    return tuned or _shipped_config(shape, num_rows, dtype, device)
+    return LIBRARY_CONFIG if num_rows > MAX_SKINNY_ROWS else _measured_or_default(shape, num_rows, dtype, device)
 
 
 @functools.lru_cache(maxsize=4096)  # asked for at every launch
-def _shipped_config(shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> LinearConfig:
-    measured = _measured_config(_SHIPPED, shape, num_rows, dtype, device)
-    return measured or default_config(shape, num_rows, dtype, runtime.num_multiprocessors(device))
-
-
-def _measured_config(
-    table: Mapping[str, LinearConfig], shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device
-) -> LinearConfig | None:
-    """What was measured at this number of rows, or at the next larger one that was."""
-    for rows in ROW_BUCKETS[ROW_BUCKETS.index(row_bucket(num_rows)) :]:
-        config = table.get(config_key(device, dtype, shape, rows))
-        if config is not None:
-            return config if dtype is not torch.float16 and is_valid(config, shape, num_rows, dtype) else None
-    return None
+def _measured_or_default(shape: LinearShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> LinearConfig:
+    if dtype is not torch.float16:  # which nobody measured, and which overflows where bfloat16 does not
+        for rows in ROW_BUCKETS[ROW_BUCKETS.index(row_bucket(num_rows)) :]:
+            key = config_key(device, dtype, shape, rows)
+            for config in (_overrides.get(key), _SHIPPED.get(key)):
+                if config is not None and is_valid(config, shape, num_rows, dtype):
+                    return config
+    return default_config(shape, num_rows, dtype, runtime.num_multiprocessors(device))
 
 
 def config_from_row(row: tuple[str | int, ...]) -> LinearConfig:
@@ -262,6 +254,7 @@ def config_to_row(config: LinearConfig) -> tuple[str | int, ...]:
 def set_config(key: str, config: LinearConfig) -> None:
     """Prefer a configuration to the shipped one, in this process."""
     _overrides[key] = config
+    _measured_or_default.cache_clear()
 
 
 def save_overrides(path: Path) -> None:
@@ -285,6 +278,7 @@ def load_overrides(path: Path) -> int:
     except (OSError, ValueError, TypeError):
         return 0
     _overrides.update(configs)
+    _measured_or_default.cache_clear()
     return len(configs)
 
 

@@ -169,17 +169,49 @@ def test_public_operations_choose_a_working_kernel(num_rows, device):
     assert reduce_argmax(partials).tolist() == logits.float().argmax(-1).tolist()
 
 
-def test_overrides_survive_a_round_trip_through_the_cache_file(tmp_path, device, monkeypatch):
+@pytest.fixture
+def overrides(monkeypatch, request) -> dict[str, LinearConfig]:
+    """The user's configurations: none, and forgotten afterwards."""
+    request.addfinalizer(linear_config._measured_or_default.cache_clear)
     monkeypatch.setattr(linear_config, "_overrides", {})
+    return linear_config._overrides
+
+
+def test_overrides_survive_a_round_trip_through_the_cache_file(tmp_path, device, overrides):
     shape = linear_config.LinearShape(LinearMode.PLAIN, 64, 128)
     key = linear_config.config_key(device, torch.bfloat16, shape, 3)
     linear_config.set_config(key, MMA)
     linear_config.save_overrides(tmp_path / "tuned.json")
-    linear_config._overrides.clear()
+    overrides.clear()
     assert linear_config.load_overrides(tmp_path / "tuned.json") == 1
     assert linear_config.select_config(shape, 4, torch.bfloat16, device) == MMA
     (tmp_path / "broken.json").write_text("{")
     assert linear_config.load_overrides(tmp_path / "broken.json") == 0
+
+
+def test_what_was_tuned_for_more_rows_leaves_what_is_shipped_for_fewer(device, overrides, monkeypatch):
+    monkeypatch.setattr(runtime, "device_key", lambda device: "sm90x132")
+    shape = linear_config.LinearShape(LinearMode.PLAIN, 4096, 1024)
+
+    def select(num_rows: int) -> LinearConfig:
+        return linear_config.select_config(shape, num_rows, torch.bfloat16, device)
+
+    before = {num_rows: select(num_rows) for num_rows in (1, 8, 64, 96)}
+    linear_config.set_config(linear_config.config_key(device, torch.bfloat16, shape, 64), SKINNY)
+    assert {num_rows: select(num_rows) for num_rows in before} == before | {64: SKINNY}
+    assert select(33) == SKINNY, "which has no measurement of its own"
+
+
+@pytest.mark.parametrize("key", linear_config.TUNED_LINEAR)
+def test_shipped_configuration_is_valid_at_all_rows_it_stands_for(key, device, overrides, monkeypatch):
+    card, _, mode, sizes, _ = key.split("/")
+    monkeypatch.setattr(runtime, "device_key", lambda device: card)
+    shape = linear_config.LinearShape(LinearMode[mode.upper()], *map(int, sizes.split("x")))
+    config, prefix = linear_config.config_from_row(linear_config.TUNED_LINEAR[key]), key.rpartition("rows")[0]
+    measured = {int(other.rpartition("rows")[2]) for other in linear_config.TUNED_LINEAR if other.startswith(prefix)}
+    for num_rows in range(1, linear_config.MAX_SKINNY_ROWS + 1):
+        if min((rows for rows in measured if rows >= num_rows), default=0) == int(key.rpartition("rows")[2]):
+            assert linear_config.select_config(shape, num_rows, torch.bfloat16, device) == config
 
 
 @pytest.mark.parametrize("width", [64, 96, 576, 896, 1024, 1536, 3072, 4864, 14336])

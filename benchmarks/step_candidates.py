@@ -17,6 +17,7 @@ from graphrunner.kernels.triton.decode_attention_config import (
 from graphrunner.kernels.triton.linear_candidates import LinearProblem, candidate_configs
 from graphrunner.kernels.triton.linear_config import (
     MAX_FUSED_ROWS,
+    MAX_SKINNY_ROWS,
     LinearConfig,
     LinearKind,
     LinearShape,
@@ -58,9 +59,12 @@ class Step:
 
     @classmethod
     def parse(cls, text: str) -> "Step":
-        """From "16" or "1x5"."""
+        """From "16" or "1x5". Errors: ValueError for more rows than a table has."""
         num_requests, _, width = text.partition("x")
-        return cls(int(num_requests), int(width or 1))
+        step = cls(int(num_requests), int(width or 1))
+        if step.num_rows > MAX_SKINNY_ROWS:
+            raise ValueError(f"{text} has more than {MAX_SKINNY_ROWS} rows, which the library multiplies")
+        return step
 
     @property
     def num_rows(self) -> int:

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
@@ -285,8 +285,3 @@ def load_overrides(path: Path) -> int:
 def default_tuning_path() -> Path:
     """Where a tuner keeps its results between runs: the user's cache directory."""
     return Path.home() / ".cache" / "graphrunner" / "decode_linear.json"
-
-
-def with_trigger(config: LinearConfig, trigger: int) -> LinearConfig:
-    """The same configuration with another trigger time."""
-    return replace(config, trigger=trigger)

@@ -218,5 +218,5 @@ def _time_all(problem: LinearProblem, configs: list[LinearConfig], weights: list
         if timing.config.kind is LinearKind.SKINNY:
             attempt(replace(timing.config, ahead_bytes=0))
         elif timing.config.kind is not LinearKind.LIBRARY:
-            attempt(linear_config.with_trigger(timing.config, 1 - timing.config.trigger))
+            attempt(replace(timing.config, trigger=1 - timing.config.trigger))
     return sorted(timings, key=lambda timing: timing.time_us)

@@ -71,6 +71,16 @@ class Step:
         """Rows of its projections."""
         return self.num_requests * self.width
 
+    @property
+    def has_kinds(self) -> bool:
+        """Whether it has so many rows that several kinds of kernel may be the fastest."""
+        return self.num_rows > 2
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has more rows than the fused kernels take."""
+        return self.num_rows > MAX_FUSED_ROWS
+
     def metadata(self, model: "Model") -> DecodeMetadata:
         """Its last tokens stand at the end of CONTEXT."""
         rows = torch.arange(1, self.num_requests + 1, dtype=torch.int32, device=DEVICE)
@@ -136,13 +146,3 @@ def fastest(linear: LinearShape, step: Step) -> list[LinearConfig]:
     name = f"{linear.mode.name.lower()} {linear.num_outputs}x{linear.num_inputs}"
     print(f"   {name} alone: {', '.join(f'{kind.value} {times_us[chosen[kind][0]]:.1f}' for kind in kinds)}")
     return [config for kind in kinds for config in chosen[kind] if config != step.linear_config(linear)]
-
-
-def is_large(step: Step) -> bool:
-    """Whether it has more rows than the fused kernels take."""
-    return step.num_rows > MAX_FUSED_ROWS
-
-
-def has_kinds(step: Step) -> bool:
-    """Whether it has so many rows that several kinds of kernel may be the fastest."""
-    return step.num_rows > 2

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.attention_tuning import compile_cut
 from benchmarks.kernel_steps import Model, read_bandwidth_tb_s
 from benchmarks.kernel_tuning import MODELS, Shape
-from benchmarks.step_candidates import Step, contenders, cuts, fastest, has_kinds, is_large, neighbours
+from benchmarks.step_candidates import Step, contenders, cuts, fastest, neighbours
 from benchmarks.step_timing import heated_us, recorded, relative_time
 from graphrunner.kernels.triton import linear_config
 from graphrunner.kernels.triton.linear_candidates import LinearProblem
@@ -111,12 +111,12 @@ def jobs(shape: Shape, steps: list[Step], is_first: bool) -> Iterator[tuple[Call
     """Everything that one pass tries, to be compiled at once."""
     for step in steps:
         for linear in shape.linears:
-            for other in contenders(linear, step) if is_first and has_kinds(step) else neighbours(linear, step):
+            for other in contenders(linear, step) if is_first and step.has_kinds else neighbours(linear, step):
                 if other.kind is not LinearKind.LIBRARY:
                     problem = LinearProblem(linear, step.num_rows)
                     yield compile_linear, (problem, replace(other, programs_per_multiprocessor=1))
         tiles = {(cut.block_n, cut.num_warps, cut.num_stages): cut for cut in cuts(shape, step)}
-        for cut in tiles.values() if is_first and not is_large(step) else ():
+        for cut in tiles.values() if is_first and not step.is_large else ():
             yield compile_cut, (shape, step.num_requests, cut, step.width)
 
 
@@ -136,10 +136,10 @@ def tune_shape(name: str, shape: Shape, steps: list[Step], num_passes: int, pool
         for tuner in tuners:
             step = tuner.step
             print(f"{name} {step.num_requests}x{step.width}, pass {number + 1}: {tuner.best_us:.1f} us", flush=True)
-            if number == 0 and not is_large(step):  # else attention_tuning.py, with lengths of several kinds
+            if number == 0 and not step.is_large:  # else attention_tuning.py, with lengths of several kinds
                 tuner.tune_attention()
             for linear in shape.linears:
-                is_wide = number == 0 and has_kinds(step)
+                is_wide = number == 0 and step.has_kinds
                 tuner.tune_linear(linear, fastest(linear, step) if is_wide else list(neighbours(linear, step)))
             print(f"   then {tuner.best_us:.1f} us", flush=True)
     return {key: row for tuner in tuners for key, row in tuner.rows.items()}

@@ -202,6 +202,17 @@ def test_what_was_tuned_for_more_rows_leaves_what_is_shipped_for_fewer(device, o
     assert select(33) == SKINNY, "which has no measurement of its own"
 
 
+def test_float16_takes_no_measured_kernel_on_tensor_cores(device, overrides, monkeypatch):
+    """A row times the norm weight could overflow before the norm's factor is applied."""
+    monkeypatch.setattr(runtime, "device_key", lambda device: "sm90x132")
+    shape = linear_config.LinearShape(LinearMode.PLAIN, 4096, 1024)
+    kinds = {
+        num_rows: linear_config.select_config(shape, num_rows, torch.float16, device).kind
+        for num_rows in range(1, linear_config.MAX_SKINNY_ROWS + 2)
+    }
+    assert kinds == dict.fromkeys(kinds, LinearKind.LIBRARY) | {1: LinearKind.VECTOR}
+
+
 @pytest.mark.parametrize("key", linear_config.TUNED_LINEAR)
 def test_shipped_configuration_is_valid_at_all_rows_it_stands_for(key, device, overrides, monkeypatch):
     card, _, mode, sizes, _ = key.split("/")

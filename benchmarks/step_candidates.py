@@ -24,6 +24,7 @@ from graphrunner.kernels.triton.linear_config import (
     is_valid,
 )
 from graphrunner.kernels.triton.linear_tuning import time_config, weight_copies
+from graphrunner.kernels.triton.skinny_linear import row_block
 
 if TYPE_CHECKING:
     from benchmarks.kernel_steps import Model
@@ -109,7 +110,8 @@ def neighbours(linear: LinearShape, step: Step) -> Iterator[LinearConfig]:
     for name, values in FIELDS.get(config.kind, {}).items():
         for value in values:
             other = replace(config, **{name: value})
-            if other != config and is_valid(other, linear, step.num_rows, DTYPE):
+            is_same = name == "block_b" and row_block(other, step.num_rows) == row_block(config, step.num_rows)
+            if other != config and not is_same and is_valid(other, linear, step.num_rows, DTYPE):
                 yield other
 
 

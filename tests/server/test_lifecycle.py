@@ -16,6 +16,8 @@ from loopback import RunningServer, engine_maker, start_server
 from scripted_engine import FakeEngine
 
 from graphrunner.core.errors import ConfigError, ModelLoadError
+from graphrunner.entrypoints.core_process.link import CoreLink
+from graphrunner.entrypoints.openai.async_engine import AsyncEngine
 from graphrunner.entrypoints.openai.server_options import ServerOptions
 
 SLOW = {"prompt": "slow", "ignore_eos": True, "max_tokens": 40}
@@ -119,6 +121,27 @@ def test_death_of_the_engine_is_a_clean_error_at_once(is_stream: bool) -> None:
     assert answers[0].status_code == (200 if is_stream else 503)
     server.thread.join(10)
     assert "the device is gone" in str(server.failure[0]) and server.failure[0].exit_code == 1
+
+
+def test_last_words_that_come_after_the_end_is_known_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    hears_at_s = 0.0
+    receive, exited = CoreLink.receive, AsyncEngine._exited
+
+    def known_first(engine: AsyncEngine, link: CoreLink, how: str) -> None:
+        nonlocal hears_at_s
+        exited(engine, link, how)
+        hears_at_s = time.monotonic() + 0.1
+
+    monkeypatch.setattr(CoreLink, "receive", lambda link: receive(link) if time.monotonic() > hears_at_s else None)
+    monkeypatch.setattr(AsyncEngine, "_exited", known_first)
+    server = start_server(FakeEngine)
+    thread, answers = in_background(server, SLOW)
+    hears_at_s = float("inf")
+    server.engine.break_next_step = True
+    thread.join(5)
+    assert answers[0].status_code == 503
+    server.thread.join(10)
+    assert "the device is gone" in str(server.failure[0])
 
 
 def test_keys(tmp_path: Path) -> None:

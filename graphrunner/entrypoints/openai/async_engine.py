@@ -44,7 +44,7 @@ from graphrunner.tokenizer.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 STOP_GRACE_S = 5.0
-LAST_WORDS_S = 0.25  # a core that dies while it loads has said why; the message may still be on its way
+LAST_WORDS_S = 0.25  # a core that dies has said why; the message may still be on its way
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -365,15 +365,16 @@ class AsyncEngine:
         """The core of `link` is gone. What it said last is read first: it names the cause."""
         link.receive()
         if link is self._link and self._health.state is not HealthState.DEAD:
-            if self.has_started:
-                self._core_lost(f"the engine core died: {how}")
-            else:
-                self._keep(self._hear_last_words(link, how))
+            self._keep(self._hear_last_words(link, how))
 
     async def _hear_last_words(self, link: CoreLink, how: str) -> None:
+        """The end of a process can be known before the last that it sent has come through the sockets' own threads."""
         await asyncio.sleep(LAST_WORDS_S)
-        link.receive()
-        self._core_lost(f"the engine core ended while it started: {how}")
+        if link is self._link:
+            link.receive()
+        if link is self._link:  # it ended without a word
+            what = "died" if self.has_started else "ended while it started"
+            self._core_lost(f"the engine core {what}: {how}")
 
     def _core_lost(self, reason: str) -> None:
         """Fail everything open; then another core, or the end."""

@@ -18,6 +18,7 @@ from graphrunner.kernels.triton.attention_common import (
     softmax_step,
     to_cache,
 )
+from graphrunner.kernels.triton.split_sums import is_last_to_arrive
 
 
 @triton.jit
@@ -234,9 +235,8 @@ def decode_attention_kernel(
         tl.store(partial_ptr + (rows_before + row)[:, None] * D + d[None, :], result, mask=is_real)
         tl.store(lse_ptr + rows_before + row, lse, mask=is_row)
         if JOINS:
-            tl.debug_barrier()  # every thread's part is written before this program says so
             cell_ptr = arrived_ptr + request * HK + hk
-            if tl.atomic_add(cell_ptr, 1, sem="acq_rel") == num_splits - 1:
+            if is_last_to_arrive(cell_ptr, num_splits):
                 _join_splits(
                     partial_ptr, lse_ptr, out_ptr, first_token, T, hk, num_splits, HQ, GROUP, D, DP, WIDTH, JOIN_ROWS,
                     SP, dtype,

@@ -13,7 +13,8 @@ from torch import Tensor
 from graphrunner.core.errors import ConfigError
 from graphrunner.kernels.packed_weight import Weight
 from graphrunner.kernels.triton import runtime
-from graphrunner.kernels.triton.decode_linear import GELU_TANH, LinearCall, prepare_linear
+from graphrunner.kernels.triton.decode_linear import GELU_TANH, prepare_linear
+from graphrunner.kernels.triton.linear_call import LinearCall
 from graphrunner.kernels.triton.linear_config import LinearConfig, LinearKind, LinearMode, LinearShape
 from graphrunner.kernels.triton.norms import rms_norm
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from graphrunner.kernels.triton import linear_config
 from graphrunner.kernels.triton.activation import gate_mul
-from graphrunner.kernels.triton.decode_linear import LinearCall, launch_linear, num_programs, prepare_linear
+from graphrunner.kernels.triton.decode_linear import launch_linear, num_programs, prepare_linear
+from graphrunner.kernels.triton.linear_call import LinearCall
 from graphrunner.kernels.triton.linear_candidates import LinearProblem, candidate_configs
 from graphrunner.kernels.triton.linear_config import (
     LinearConfig,

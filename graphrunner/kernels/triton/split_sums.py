@@ -32,10 +32,10 @@ def sum_parts(part_ptr, step, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
 
 
 @triton.jit
-def is_last_to_arrive(cell_ptr, SPLITS: tl.constexpr):
-    """Say that this program's parts are written; whether all others of the tile have said so before."""
+def is_last_to_arrive(cell_ptr, num_programs):
+    """Say that this program's parts are written; whether all the others have said so before."""
     tl.debug_barrier()  # every thread's part is written before this program says so
-    return tl.atomic_add(cell_ptr, 1, sem="acq_rel") == SPLITS - 1
+    return tl.atomic_add(cell_ptr, 1, sem="acq_rel") == num_programs - 1
 
 
 def split_buffers(num_splits: int, tile_size: int, num_tiles: int, like: Tensor) -> tuple[Tensor, Tensor]:

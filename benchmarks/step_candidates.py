@@ -75,7 +75,7 @@ class Step:
     @property
     def has_kinds(self) -> bool:
         """Whether it has so many rows that several kinds of kernel may be the fastest."""
-        return self.num_rows > 2
+        return self.num_rows > 1
 
     @property
     def is_large(self) -> bool:

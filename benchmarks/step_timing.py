@@ -1,7 +1,7 @@
 """Timing recorded steps against each other on a card at work, whose clock falls as it draws more power.
 
 A short burst of replays runs at the highest clock, where a kernel that wastes arithmetic looks as good as one that does
-not; several hundred steps in a row do not. So the card is kept busy before a comparison, and both sides take turns.
+not; a second or two of large steps do not. So the card is kept busy before a comparison, and both sides take turns.
 """
 
 import torch
@@ -10,7 +10,9 @@ from benchmarks.kernel_steps import Model
 from benchmarks.kernel_tuning import DEVICE
 from benchmarks.step_candidates import Step
 
-HEAT_S, TURN_S, NUM_TURNS = 0.15, 0.04, 3
+HEAT_S, HEAT_REPLAYS = 0.15, 96
+"""The card is busy for both: the larger the step, the more power it draws and the longer until its clock settles."""
+TURNS_PER_HEAT, NUM_TURNS = 4, 3
 
 
 def recorded(model: Model, step: Step) -> torch.cuda.CUDAGraph:
@@ -39,18 +41,18 @@ def replay_us(graph: torch.cuda.CUDAGraph, num_replays: int) -> float:
 
 def heated_us(graph: torch.cuda.CUDAGraph) -> float:
     """Microseconds of one replay on a card that has been busy with it."""
-    num_replays = _replays_in(graph, HEAT_S)
+    num_replays = _heating_replays(graph)
     replay_us(graph, num_replays)
     return replay_us(graph, num_replays)
 
 
 def relative_time(graph: torch.cuda.CUDAGraph, other: torch.cuda.CUDAGraph) -> float:
     """Time of the one over that of the other: the median of turns on a card that has been busy with both."""
-    num_replays = _replays_in(other, TURN_S)
-    replay_us(graph, _replays_in(graph, HEAT_S))
+    num_replays = _heating_replays(other) // TURNS_PER_HEAT
+    replay_us(graph, _heating_replays(graph))
     ratios = [replay_us(graph, num_replays) / replay_us(other, num_replays) for _ in range(NUM_TURNS)]
     return sorted(ratios)[NUM_TURNS // 2]
 
 
-def _replays_in(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
-    return max(2, int(seconds * 1e6 / replay_us(graph, 2)))
+def _heating_replays(graph: torch.cuda.CUDAGraph) -> int:
+    return max(HEAT_REPLAYS, int(HEAT_S * 1e6 / replay_us(graph, 2)))

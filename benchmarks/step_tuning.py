@@ -3,8 +3,8 @@
     python benchmarks/step_tuning.py [8B:1,1x5 0.6B:1,16,64 ...] [--passes 2]
 
 Kernels chained by dependent launch share the multiprocessors with their neighbours, so the best tile of a kernel by
-itself need not be the best in its place. Starts from what is in use and changes one field at a time; with more than two
-rows, where several kinds of kernel can be the fastest, the first pass tries instead the few that are so by themselves.
+itself need not be the best in its place. Starts from what is in use and changes one field at a time; with more than one
+row, where several kinds of kernel can be the fastest, the first pass tries instead the few that are so by themselves.
 Prints rows for kernels/triton/tuned_configs.py. 8B:1,1x5 is that shape with one request, and with one that verifies
 four drafts.
 """

@@ -67,3 +67,14 @@ def test_what_does_not_win_twice_is_not_kept(tune) -> None:
         return 100.0 if seen.count(configs) > 1 or len(seen) == 1 else 90.0
 
     assert tune(["96"], time_of) == {}
+
+
+def test_two_rows_are_offered_kernels_of_one_row_and_of_many(tune) -> None:
+    heads: set[LinearKind] = set()
+
+    def time_of(configs: list[LinearConfig]) -> float:
+        heads.add(configs[-1].kind)
+        return 100.0
+
+    tune(["2"], time_of)
+    assert heads >= {LinearKind.VECTOR, LinearKind.MMA, LinearKind.LIBRARY}

@@ -3,12 +3,13 @@
 The target is made predictable at the full cost of its shape: its embedding outweighs what the layers add, and its head
 is that embedding, shifted by one row. So it counts upwards, whatever is computed in between, and rounding cannot change
 that. The stand-in runs its own forwards like any draft model, then says the right token with probability `ACCEPTANCE`,
-whatever the row and the position, and else a wrong one. Of some such sequences each row has the one over which as many
-drafts stand as the probability lets expect: a run of a few hundred rounds is not a matter of luck.
+whatever the row and the position, and else a wrong one. Short and long runs of right ones come in the shares that the
+probability lets expect, soon after one another: a benchmark of a few hundred rounds is not a matter of luck.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -26,8 +27,8 @@ ACCEPTANCE = 0.7
 NUM_SPARE_POSITIONS = 16
 """Past the context limit, where padding may stand."""
 _EMBEDDING_SCALE = 800.0
-_NUM_SEQUENCES, _FIRST_PLACE, _NUM_PARTS = 64, 32, 6
-"""How many there are to choose from, where prompts end, and how finely answers are told apart by length."""
+_BLOCK = 16
+"""Runs of right drafts that are shuffled among themselves."""
 
 
 def create_proposer(config: SpeculativeConfig, target: Target) -> DraftModelProposer:
@@ -58,7 +59,7 @@ class StandIn(DraftModelProposer):
         """See `Proposer.bind`. What is right where is decided once: a real draft spends nothing on it."""
         given = context.runner_context
         num_rows, num_places = given.table.max_num_seqs + 1, given.max_seq_len + NUM_SPARE_POSITIONS
-        is_wrong = likely_wrong(num_rows, num_places, max(self.counts)).to(given.device)
+        is_wrong = evenly_wrong(num_rows, num_places).to(given.device)
         self._steps = (1 + is_wrong).to(torch.int32)
         super().bind(context)
 
@@ -70,30 +71,20 @@ class StandIn(DraftModelProposer):
         return (ids + self._steps[batch.request_rows.long(), positions]) % self.model.config.vocab_size
 
 
-def likely_wrong(num_rows: int, num_places: int, num_drafts: int) -> torch.Tensor:
+def evenly_wrong(num_rows: int, num_places: int) -> torch.Tensor:
     """bool [num_rows, num_places]: where the draft is wrong.
 
-    Args:
-        num_drafts: of a round; over rounds of that many, the mean of those that stand is near its expectation.
+    How many right drafts stand before a wrong one is geometrically distributed. Each row draws such numbers from a
+    scrambled Sobol sequence: in every block of them, small or large, each share of the distribution has its part. So
+    any round, however many drafts it has and wherever it starts, finds each of its drafts right with probability
+    `ACCEPTANCE`, and the share of those found right is near it after a few rounds. Blocks of `_BLOCK` are shuffled, as
+    the sequence itself goes up and down.
     """
-    is_right = torch.rand(_NUM_SEQUENCES, num_rows, num_places, generator=torch.Generator().manual_seed(0)) < ACCEPTANCE
-    expected = sum(ACCEPTANCE**power for power in range(1, num_drafts + 1))
-    ends = [num_places * part // _NUM_PARTS for part in range(2, _NUM_PARTS + 1)]  # where answers of some length end
-    found = torch.stack([mean_standing(is_right[..., :end], num_drafts) for end in ends])
-    best = (found - expected).abs().amax(0).argmin(0)
-    return ~is_right[best, torch.arange(num_rows)]
-
-
-def mean_standing(is_right: torch.Tensor, num_drafts: int) -> torch.Tensor:
-    """float [...]: drafts that stand in a round, of bool [..., num_places], where rounds follow one another."""
-    num_places = is_right.shape[-1] - num_drafts
-    windows = is_right.unfold(-1, num_drafts, 1)[..., :num_places, :]
-    standing = windows.long().cumprod(-1).sum(-1)
-    place = torch.full(is_right.shape[:-1], _FIRST_PLACE, dtype=torch.int64)
-    num_rounds, total = torch.zeros_like(place), torch.zeros_like(place)
-    while (is_inside := place < num_places).any():
-        stands = standing.gather(-1, place.clamp(max=num_places - 1).unsqueeze(-1)).squeeze(-1)
-        total += stands * is_inside
-        num_rounds += is_inside
-        place += stands + 1
-    return total / num_rounds
+    sobol = torch.quasirandom.SobolEngine(num_rows, scramble=True, seed=0)
+    num_blocks = -(-num_places // _BLOCK)  # enough if no draft were right
+    quantiles = sobol.draw(num_blocks * _BLOCK, dtype=torch.float64).T.reshape(num_rows, num_blocks, _BLOCK)
+    order = torch.rand(quantiles.shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    num_right = (torch.log1p(-quantiles.gather(-1, order)) / math.log(ACCEPTANCE)).long().flatten(1)
+    wrong_places = (num_right + 1).cumsum(1) - 1
+    is_wrong = torch.zeros(num_rows, num_places + 1, dtype=torch.bool)
+    return is_wrong.scatter_(1, wrong_places.clamp(max=num_places), True)[:, :-1]
